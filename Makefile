@@ -1,0 +1,35 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: run test soak bench lint lock clean
+
+run: .venv/ready  ## Show, turn by turn, what the cache reuses
+	$(BIN)/rewarm demo
+
+test: .venv/ready lint  ## Format, lint, types and tests
+	$(BIN)/python -m pytest -n 2
+
+soak: .venv/ready  ## The tests, each with its whole range instead of a sample (about an hour)
+	REWARM_SOAK=1 $(BIN)/python -m pytest -n 2
+
+bench: .venv/ready  ## Speed and size of the tree, with mlx-lm's trie in the same run
+	$(BIN)/python tools/bench_tree.py
+
+lint: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# --no-deps: requirements.txt is complete. --ignore-requires-python: see README, "Python 3.10".
+.venv/ready: requirements.txt pyproject.toml
+	$(PYTHON) -c 'import sys; v = sys.version_info; (3, 10) <= v < (3, 14) or sys.exit(f"Rewarm needs Python 3.10 to 3.13; {sys.executable} is {v.major}.{v.minor}. Name another one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+lock:  ## Write requirements.txt anew (needs uv)
+	tools/lock
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

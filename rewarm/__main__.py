@@ -1,0 +1,3 @@
+from rewarm.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""What Rewarm makes faster where MLX is slow."""

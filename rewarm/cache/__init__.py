@@ -1,0 +1,22 @@
+"""The heart: a tree of prompt state that any mlx-lm model can resume from."""
+
+from .lease import Cut, Lease, Match
+from .placement import Boundary, ChatPlacement, Placement, Point, Shape
+from .prefix import PrefixCache, Stats
+from .retention import LRU, Retention, WorkPerByte
+
+__all__ = [
+    "LRU",
+    "Boundary",
+    "ChatPlacement",
+    "Cut",
+    "Lease",
+    "Match",
+    "Placement",
+    "Point",
+    "PrefixCache",
+    "Retention",
+    "Shape",
+    "Stats",
+    "WorkPerByte",
+]

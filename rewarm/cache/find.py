@@ -1,0 +1,107 @@
+"""Finding: how far a prompt is known, and from where the model can go on.
+
+A model is as flexible as its least flexible layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .layout import Layout
+from .lease import Match, Reason
+from .payload import PackedState, Rows
+from .tree import Node, Tree
+
+
+@dataclass(frozen=True)
+class Found:
+    """A match, and where in the tree it lies."""
+
+    match: Match
+    node: Node
+    """The node that the resume point lies in or ends; the root where nothing can be reused."""
+    junction: int
+    """Where this prompt leaves what the tree could give, had there been a checkpoint."""
+
+    @property
+    def at(self) -> int:
+        return self.match.resume
+
+
+def find(layout: Layout, tree: Tree, data: bytes, length: int, cuts: Sequence[int]) -> Found:
+    """Match a prompt of `length` tokens; `cuts` are its own, where the tree is one of chunks."""
+    walk = tree.walk(data, cuts)
+    # At least one token is left to compute. In a tree of chunks only whole ones count.
+    limit = min(walk.shared, length - 1) if tree.splits else walk.node.end
+    node, resume = _resume(layout, walk.node, limit) if layout.reusable else (tree.root, 0)
+    reason: Reason | None = None
+    if not layout.reusable:
+        reason = "disabled"
+    elif resume < length - 1:
+        if walk.shared == 0:
+            reason = "cold"
+        elif resume == walk.shared:
+            reason = "diverged"
+        elif resume == limit:
+            reason = "exact_mode"
+        else:
+            reason = "no_checkpoint"
+    match = Match(length, walk.shared, resume, reason, "memory" if resume else None)
+    return Found(match, node, junction=limit)
+
+
+def restore(layout: Layout, blank: list[Any], found: Found, room: int) -> list[Any]:
+    """Caches at the resume point. Raises where anything is missing or of another form."""
+    rows: list[Rows] = []
+    window: list[Rows] = []
+    for node in found.node.path():
+        if isinstance(node.rows, Rows):
+            rows.append(node.rows)
+        if isinstance(node.window, Rows):
+            window.append(node.window)
+    state = found.node.checkpoint.state if found.node.checkpoint else None
+    return layout.build(
+        blank,
+        rows=rows[::-1],
+        window=window[::-1],
+        state=state if isinstance(state, PackedState) else None,
+        position=found.at,
+        room=room,
+    )
+
+
+def _resume(layout: Layout, node: Node, limit: int) -> tuple[Node, int]:
+    """The last position up to `limit` that every layer can be restored at."""
+    while node.parent is not None:
+        position = min(node.end, limit)
+        if position > node.start:
+            at_checkpoint = node.checkpoint is not None and position == node.end
+            if (at_checkpoint or not layout.has_state) and _window_held(layout, node, position):
+                return node, position
+        node = node.parent
+    return node, 0
+
+
+def _window_held(layout: Layout, node: Node, position: int) -> bool:
+    """Whether the window rows that `position` needs are all in the tree.
+
+    Asking at the ends of nodes is enough: within one stretch of held rows the last position is the
+    easiest to restore.
+    """
+    if not layout.has_window:
+        return True
+    first = layout.reach(position)
+    from_here = position
+    for above in node.path():
+        if from_here <= first:
+            break
+        if above.window is None or above.window.start > max(above.start, first):
+            return False
+        from_here = max(above.start, first)
+    return not layout.kept or all(
+        above.window is not None and above.window.start == above.start
+        for above in node.path()
+        if above.start < layout.kept
+    )

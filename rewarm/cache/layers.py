@@ -1,0 +1,243 @@
+"""Layer kinds: how each of mlx-lm's caches is cut, captured and rebuilt.
+
+A new cache class is one class here, added to `KINDS`. Kinds match the exact class: a subclass may
+hold more than its parent does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Protocol
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_cache
+
+Group = Literal["rows", "window", "state"]
+
+
+class SpanKind(Protocol):
+    """A layer whose state is one row per token."""
+
+    group: ClassVar[Group]
+
+    def reach(self, position: int) -> int:
+        """The first row needed to go on from `position`, beside the `kept` first ones."""
+
+    @property
+    def kept(self) -> int:
+        """How many of the very first rows are needed at every position."""
+
+    def held(self, cache: Any, position: int) -> int:
+        """The first row from which `cache`, at `position`, holds every row (beside `kept`)."""
+
+    def read(self, cache: Any, start: int, stop: int) -> list[mx.array]:
+        """Views of the rows `start` to `stop`."""
+
+    def load(self, cache: Any, rows: list[mx.array], position: int) -> Any:
+        """A cache at `position`, from the rows (`kept` ones first) in temporal order."""
+
+
+class StateKind(Protocol):
+    """A layer whose state exists only where it was captured."""
+
+    group: ClassVar[Group]
+
+    def capture(self, cache: Any) -> Any: ...
+    def load(self, cache: Any, value: Any) -> Any: ...
+
+
+class Rows:
+    """Full attention: any position can be resumed."""
+
+    group: ClassVar[Group] = "rows"
+    classes: ClassVar = (
+        mlx_cache.KVCache,
+        mlx_cache.QuantizedKVCache,
+        mlx_cache.ConcatenateKVCache,
+    )
+    kept = 0
+
+    @classmethod
+    def of(cls, cache: Any) -> Rows | None:
+        return cls() if type(cache) in cls.classes else None
+
+    def reach(self, position: int) -> int:
+        return 0
+
+    def held(self, cache: Any, position: int) -> int:
+        return 0
+
+    def read(self, cache: Any, start: int, stop: int) -> list[mx.array]:
+        return [a[:, :, start:stop] for a in _flat(cache.keys) + _flat(cache.values)]
+
+    def load(self, cache: Any, rows: list[mx.array], position: int) -> Any:
+        half = len(rows) // 2
+        quantized = isinstance(cache, mlx_cache.QuantizedKVCache)
+        cache.keys, cache.values = (
+            (tuple(rows[:half]), tuple(rows[half:])) if quantized else (rows[0], rows[1])
+        )
+        if isinstance(cache, mlx_cache.ConcatenateKVCache):
+            # It takes its length from the arrays: no room at the end.
+            cache.keys, cache.values = (a[:, :, :position] for a in rows)
+        cache.offset = position
+        return cache
+
+
+class Rotating:
+    """A sliding window in a ring, with the first `keep` rows never overwritten."""
+
+    group: ClassVar[Group] = "window"
+
+    def __init__(self, size: int, keep: int) -> None:
+        self.size = size
+        self.kept = keep
+
+    @classmethod
+    def of(cls, cache: Any) -> Rotating | None:
+        if type(cache) is not mlx_cache.RotatingKVCache:
+            return None
+        return cls(cache.max_size, cache.keep)
+
+    def reach(self, position: int) -> int:
+        # One row less would do for a chunk, and would break a single step: the ring must be full.
+        return max(0, position - (self.size - self.kept))
+
+    def held(self, cache: Any, position: int) -> int:
+        length = self._length(cache)
+        return 0 if length >= position else position - (length - self.kept)
+
+    def read(self, cache: Any, start: int, stop: int) -> list[mx.array]:
+        # In temporal order the last row is the newest, whatever was dropped in between.
+        length, offset = self._length(cache), cache.offset
+        ordered = [cache._temporal_order(a) for a in (cache.keys, cache.values)]
+        shift = 0 if stop <= self.kept else length - offset
+        return [a[:, :, start + shift : stop + shift] for a in ordered]
+
+    def load(self, cache: Any, rows: list[mx.array], position: int) -> Any:
+        cache.keys, cache.values = rows
+        cache.offset = position
+        cache._idx = rows[0].shape[2]
+        return cache
+
+    def _length(self, cache: Any) -> int:
+        """The rows in the ring, without the unused end of its buffer."""
+        return min(int(cache.offset), int(cache.keys.shape[2]))
+
+
+class Chunked:
+    """Attention inside blocks of `size` tokens (Llama 4)."""
+
+    group: ClassVar[Group] = "window"
+    kept = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    @classmethod
+    def of(cls, cache: Any) -> Chunked | None:
+        return cls(cache.chunk_size) if type(cache) is mlx_cache.ChunkedKVCache else None
+
+    def reach(self, position: int) -> int:
+        # The rows of the open block would do for the answer; a cold run holds `size` of them, and
+        # only the same shapes give the same bits.
+        return max(0, position - self.size)
+
+    def held(self, cache: Any, position: int) -> int:
+        return int(cache.start_position)
+
+    def read(self, cache: Any, start: int, stop: int) -> list[mx.array]:
+        a, b = start - cache.start_position, stop - cache.start_position
+        return [cache.keys[:, :, a:b], cache.values[:, :, a:b]]
+
+    def load(self, cache: Any, rows: list[mx.array], position: int) -> Any:
+        cache.keys, cache.values = rows
+        cache.offset = position
+        cache.start_position = position - rows[0].shape[2]
+        return cache
+
+
+class Recurrent:
+    """Arrays that sum up everything so far."""
+
+    group: ClassVar[Group] = "state"
+
+    @classmethod
+    def of(cls, cache: Any) -> Recurrent | None:
+        return cls() if type(cache) is mlx_cache.ArraysCache else None
+
+    def capture(self, cache: Any) -> Any:
+        if cache.left_padding is not None or cache.lengths is not None:
+            raise ValueError("the state of a padded sequence is not kept")
+        return list(cache.cache)
+
+    def load(self, cache: Any, value: Any) -> Any:
+        cache.cache = value
+        return cache
+
+
+class Opaque:
+    """Any other cache: all its attributes, or its `state` where it has no attributes to read."""
+
+    group: ClassVar[Group] = "state"
+
+    def __init__(self, *, by_attributes: bool) -> None:
+        self.by_attributes = by_attributes
+
+    @classmethod
+    def of(cls, cache: Any) -> Opaque | None:
+        if hasattr(cache, "__dict__") and _plain(vars(cache)):
+            return cls(by_attributes=True)
+        if hasattr(type(cache), "from_state") and _plain(getattr(cache, "state", object())):
+            return cls(by_attributes=False)
+        return None
+
+    def capture(self, cache: Any) -> Any:
+        return dict(vars(cache)) if self.by_attributes else cache.state
+
+    def load(self, cache: Any, value: Any) -> Any:
+        if not self.by_attributes:
+            return type(cache).from_state(value)
+        vars(cache).update(value)
+        return cache
+
+
+KINDS = (Rows, Rotating, Chunked, Recurrent, Opaque)
+
+
+def kind_of(cache: Any) -> SpanKind | StateKind | None:
+    """The kind of a single cache; None where it is unknown and nothing can be reused."""
+    for kind in KINDS:
+        found = kind.of(cache)
+        if found is not None:
+            return found
+    return None
+
+
+def leaves(caches: Any) -> list[Any]:
+    """The single caches inside a prompt cache, composites taken apart, in order."""
+    if isinstance(caches, (list, tuple)):
+        return [leaf for c in caches for leaf in leaves(c)]
+    if type(caches) is mlx_cache.CacheList:
+        return leaves(caches.caches)
+    return [caches]
+
+
+def replaced(caches: Any, new: list[Any]) -> Any:
+    """The same prompt cache with its single caches replaced, taken from the front of `new`."""
+    if isinstance(caches, (list, tuple)):
+        return [replaced(c, new) for c in caches]
+    if type(caches) is mlx_cache.CacheList:
+        return mlx_cache.CacheList(*(replaced(c, new) for c in caches.caches))
+    return new.pop(0)
+
+
+def _flat(rows: Any) -> list[mx.array]:
+    """Quantised rows are three arrays, plain ones one."""
+    return list(rows) if isinstance(rows, (list, tuple)) else [rows]
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_plain(v) for v in value.values())
+    if type(value) in (list, tuple):
+        return all(_plain(v) for v in value)
+    return value is None or isinstance(value, (mx.array, bool, int, float, str))

@@ -1,0 +1,149 @@
+"""The layers of one model, by kind: reads a running prompt cache, and builds a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+
+from .layers import Group, SpanKind, StateKind, kind_of, leaves, replaced
+from .payload import PackedState, Packing, Rows, state_bytes, unpack
+
+
+class Layout:
+    """What a model's prompt cache is made of. Not every layer has a cache, and some have two."""
+
+    def __init__(self, blank: list[Any]) -> None:
+        kinds = [kind_of(c) for c in leaves(blank)]
+        self.unknown = sorted(
+            {type(c).__name__ for c, k in zip(leaves(blank), kinds, strict=True) if k is None}
+        )
+        self.kinds = kinds
+        self.groups: dict[Group, list[int]] = {"rows": [], "window": [], "state": []}
+        for i, kind in enumerate(kinds):
+            if kind is not None:
+                self.groups[kind.group].append(i)
+
+    @property
+    def reusable(self) -> bool:
+        return bool(self.kinds) and not self.unknown
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self.groups["rows"])
+
+    @property
+    def has_window(self) -> bool:
+        return bool(self.groups["window"])
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self.groups["state"])
+
+    @property
+    def kept(self) -> int:
+        """Rows at the very start that every window needs at every position."""
+        return max((k.kept for _, k in self._spans("window")), default=0)
+
+    def reach(self, position: int) -> int:
+        """The first window row needed to go on from `position`."""
+        return min((k.reach(position) for _, k in self._spans("window")), default=position)
+
+    @property
+    def longest_window(self) -> int:
+        far = 1 << 40
+        return far - self.reach(far)
+
+    def held(self, caches: list[Any], position: int) -> int:
+        """The first row from which every window of a running cache holds all rows."""
+        found = leaves(caches)
+        windows = [(found[i], k) for i, k in self._spans("window") if found[i].keys is not None]
+        return max((k.held(cache, position) for cache, k in windows), default=0)
+
+    def packing(self, group: Group, caches: list[Any], start: int, stop: int) -> Packing:
+        """How the rows of a span would be packed; copies nothing."""
+        return Packing.of(self._read(group, caches, start, stop))
+
+    def pack(self, group: Group, caches: list[Any], start: int, stop: int) -> Rows:
+        layers = self._read(group, caches, start, stop)
+        if any(a.shape[2] != stop - start for layer in layers for a in layer):
+            raise LookupError(f"the running cache does not hold the rows {start} to {stop}")
+        return Packing.of(layers).pack(layers, start, stop)
+
+    def state_bytes(self, caches: list[Any]) -> int:
+        return state_bytes(self._capture(caches))
+
+    def capture(self, caches: list[Any]) -> PackedState:
+        return PackedState.pack(self._capture(caches))
+
+    def build(
+        self,
+        blank: list[Any],
+        *,
+        rows: Sequence[Rows],
+        window: Sequence[Rows],
+        state: PackedState | None,
+        position: int,
+        room: int,
+    ) -> list[Any]:
+        """A prompt cache at `position`, with room for `room` more tokens.
+
+        Raises where anything is missing or of another form: the caller then starts cold.
+        """
+        new = leaves(blank)
+        if self.has_rows:
+            self._join(new, "rows", rows, [(0, position)], position, room)
+        if self.has_window:
+            needs = [_needed(k, position) for _, k in self._spans("window")]
+            for i, spans in enumerate(needs):
+                if spans not in needs[:i]:
+                    self._join(new, "window", window, spans, position, 0)
+        if self.has_state:
+            if state is None:
+                raise LookupError(f"no checkpoint at {position}")
+            values = state.unpack()
+            for i, value in zip(self.groups["state"], values, strict=True):
+                new[i] = cast(StateKind, self.kinds[i]).load(new[i], value)
+        return cast("list[Any]", replaced(blank, new))
+
+    def _join(
+        self,
+        new: list[Any],
+        group: Group,
+        pieces: Sequence[Rows],
+        spans: list[tuple[int, int]],
+        position: int,
+        room: int,
+    ) -> None:
+        """Load the layers of a group that need just these spans."""
+        packing = pieces[0].packing
+        if any(p.packing != packing for p in pieces):
+            raise LookupError("rows of another form")
+        unpacked = unpack(packing, pieces, spans)
+        layers = self._spans(group)
+        if len(packing.counts) != len(layers):
+            raise LookupError(f"rows of {len(packing.counts)} layers for {len(layers)}")
+        for at, (i, kind) in enumerate(layers):
+            if packing.counts[at] and spans == _needed(kind, position):
+                new[i] = kind.load(new[i], unpacked.join(at, room), position)
+
+    def _spans(self, group: Group) -> list[tuple[int, SpanKind]]:
+        return [(i, cast(SpanKind, self.kinds[i])) for i in self.groups[group]]
+
+    def _read(self, group: Group, caches: list[Any], start: int, stop: int) -> list[list[mx.array]]:
+        found = leaves(caches)
+        return [
+            k.read(found[i], start, stop) if found[i].keys is not None else []
+            for i, k in self._spans(group)
+        ]
+
+    def _capture(self, caches: list[Any]) -> list[Any]:
+        found = leaves(caches)
+        return [cast(StateKind, self.kinds[i]).capture(found[i]) for i in self.groups["state"]]
+
+
+def _needed(kind: SpanKind, position: int) -> list[tuple[int, int]]:
+    """The spans of rows that a layer needs to go on from `position`."""
+    first = kind.reach(position)
+    return [(a, b) for a, b in ((0, min(kind.kept, first)), (first, position)) if a < b]

@@ -1,0 +1,138 @@
+"""What `match` and `acquire` give: how far a prompt is known, and a pin on its path."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from .placement import Kind
+from .tree import Checkpoint, Node, Tokens, Tree, encode
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from .prefix import PrefixCache
+
+Reason = Literal["cold", "diverged", "no_checkpoint", "exact_mode", "disabled", "failed"]
+
+
+@dataclass(frozen=True)
+class Match:
+    """How far a prompt agrees with the tree, and from where the model can go on."""
+
+    tokens: int
+    shared: int = 0
+    resume: int = 0
+    reason: Reason | None = None
+    """Why it was not more; None where everything but the last token is reused."""
+    tier: Literal["memory"] | None = None
+
+    @property
+    def replay(self) -> int:
+        """Tokens that the tree knows and that are computed again."""
+        return self.shared - self.resume
+
+
+class Cut(NamedTuple):
+    """The end of a prefill chunk, and the checkpoint to take there."""
+
+    stop: int
+    checkpoint: Kind | None
+
+
+@dataclass(eq=False)
+class Pin:
+    """Keeps a path, and the checkpoint that was restored, from being evicted."""
+
+    node: Node
+    checkpoint: Checkpoint | None
+    live: bool = True
+
+    def take(self) -> None:
+        for node in self.node.path():
+            node.pins += 1
+        if self.checkpoint is not None:
+            self.checkpoint.pins += 1
+
+    def drop(self) -> None:
+        if not self.live:
+            return
+        self.live = False
+        for node in self.node.path():
+            node.pins -= 1
+        if self.checkpoint is not None:
+            self.checkpoint.pins -= 1
+
+    def down(self, child: Node) -> None:
+        child.pins += 1
+        self.node = child
+
+    def up(self, upper: Node) -> None:
+        """The node was split, and only its upper half is still in use here."""
+        self.node.pins -= 1
+        self.node = upper
+
+
+class Lease:
+    """A running request's hold on its path, and the caches it computes with.
+
+    Prefill goes through `cuts`: compute up to each, then `cache.commit(lease, cut.stop,
+    checkpoint=cut.checkpoint)`. Dropped in any way, it unpins: by `release`, by leaving its `with`
+    block, or by being forgotten.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        tree: Tree,
+        tokens: Tokens,
+        caches: list[Any],
+        match: Match,
+        pin: Pin,
+        cuts: list[Cut],
+        dropped: deque[Pin],
+        match_ms: float = 0.0,
+        restore_ms: float = 0.0,
+    ) -> None:
+        self.cache = cache
+        self.tree = tree
+        self.tokens = tokens
+        self.data = encode(tokens)
+        self.caches = caches
+        self.match = match
+        self.position = match.resume
+        self.stored = match.resume
+        """The position up to which the tree holds this path for us."""
+        self.full = False
+        """Set once something did not fit or failed: what comes after cannot be stored either."""
+        self.cuts = cuts
+        self.pin = pin
+        self.match_ms = match_ms
+        self.restore_ms = restore_ms
+        # The finalizer may run at any moment in any thread, so it only leaves a note.
+        self._finalizer = weakref.finalize(self, dropped.append, pin)
+
+    def extend(self, tokens: list[int] | Tokens) -> None:
+        """Tokens that were decoded after the prompt."""
+        more = np.asarray(tokens, dtype=np.int32)
+        self.tokens = np.concatenate([self.tokens, more])
+        self.data += encode(more)
+
+    def release(self) -> None:
+        if self._finalizer.detach() is not None:
+            self.cache._release(self.pin)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()

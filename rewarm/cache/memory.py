@@ -1,0 +1,126 @@
+"""The memory tier: a budget in bytes and buffers, and the account of what is really held."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from rewarm.errors import InvalidOption
+
+from .tree import Checkpoint, Node, Payload
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+SMALLEST = 10**6
+AUTO_SHARE = 0.4
+"""Of the memory that is free once the model is loaded; the rest is for running requests."""
+
+
+def parse_size(size: int | str, option: str = "memory") -> int:
+    """Bytes from a number, or from a text such as "512MB", "1.5 GB" or "2GiB"."""
+    hint = f'give {option} as a size from 1MB up, such as "2GB" or a number of bytes'
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise InvalidOption(f"{option}={size!r} is not a size: {hint}")
+    if isinstance(size, int):
+        n = size
+    else:
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+        if not found:
+            raise InvalidOption(f"{option}={size!r} is not a size: {hint}")
+        number, unit, binary = found.groups()
+        scale = UNITS[unit.upper()]
+        if binary:
+            scale = 1024 ** list(UNITS).index(unit.upper())
+        n = int(float(number) * scale)
+    if n < SMALLEST:
+        raise InvalidOption(f"{option}={size!r} is too small to hold a prompt: {hint}")
+    return n
+
+
+def auto_size() -> int:
+    """A share of the memory that is free now that the model is loaded."""
+    info: dict[str, Any] = dict(mx.device_info())
+    total = info.get("max_recommended_working_set_size") or info.get("memory_size")
+    if total is None or mx.default_device() == mx.cpu:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        try:
+            with open("/sys/fs/cgroup/memory.max") as limit:
+                total = min(total, int(limit.read()))
+        except (OSError, ValueError):
+            pass  # no limit on this process
+    return max(int((int(total) - mx.get_active_memory()) * AUTO_SHARE), 64 * SMALLEST)
+
+
+def most_buffers() -> int:
+    """Half of what the device allows: running requests need buffers as well."""
+    limit: Any = dict(mx.device_info()).get("resource_limit", 499_000)
+    return int(limit) // 2
+
+
+@dataclass
+class Held:
+    """Bytes by kind. `index` is the tree itself, in ordinary memory."""
+
+    rows: int = 0
+    window: int = 0
+    checkpoint: int = 0
+    index: int = 0
+    buffers: int = 0
+    nodes: int = 0
+    checkpoints: int = 0
+
+    @property
+    def payload(self) -> int:
+        return self.rows + self.window + self.checkpoint
+
+    @property
+    def total(self) -> int:
+        return self.payload + self.index
+
+
+@dataclass
+class MemoryTier:
+    """Everything that a tree holds goes in and out through here, and is counted."""
+
+    budget: int
+    max_buffers: int
+    held: Held = field(default_factory=Held)
+
+    def fits(self, nbytes: int, buffers: int = 0) -> bool:
+        return (
+            self.held.total + nbytes <= self.budget
+            and self.held.buffers + buffers <= self.max_buffers
+        )
+
+    @property
+    def free(self) -> int:
+        return max(self.budget - self.held.total, 0)
+
+    def count(self, node: Node, sign: int = 1) -> None:
+        """Take a node, with all it holds, into the account, or out of it."""
+        held = self.held
+        held.index += sign * node.index_bytes
+        held.nodes += sign
+        if node.rows is not None:
+            held.rows += sign * node.rows.nbytes
+            held.buffers += sign * node.rows.buffers
+        if node.window is not None:
+            held.window += sign * node.window.nbytes
+            held.buffers += sign * node.window.buffers
+        if node.checkpoint is not None:
+            held.checkpoint += sign * node.checkpoint.nbytes
+            held.buffers += sign * node.checkpoint.buffers
+            held.checkpoints += sign
+
+    def put_window(self, node: Node, payload: Payload | None) -> None:
+        self.count(node, -1)
+        node.window = payload
+        self.count(node)
+
+    def put_checkpoint(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        self.count(node, -1)
+        node.checkpoint = checkpoint
+        self.count(node)

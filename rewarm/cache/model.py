@@ -1,0 +1,108 @@
+"""What the cache asks of a model: its blank caches, its vocabulary, and what tells it apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+
+from rewarm.errors import InvalidOption, UnsupportedModel
+
+MakeCaches = Callable[[], list[Any]]
+
+SAMPLE = 16
+"""Values of each parameter that go into a fingerprint."""
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What must be equal for two prompts to share anything."""
+
+    model: str
+    dtype: str
+    kv: str
+    """The form of the K/V: "plain", or its bits and group size."""
+    adapter: str = ""
+    salt: str = ""
+
+    @staticmethod
+    def of(model: Any, kv: str, adapter: str) -> Namespace:
+        return Namespace(fingerprint(model), floating_dtype(model), kv, adapter)
+
+    def salted(self, salt: str | None) -> Namespace:
+        return replace(self, salt=salt or "")
+
+
+def fingerprint(model: Any) -> str:
+    """A digest of a model's class, its parameters' names and shapes, and some of their values.
+
+    It tells models in one process apart; it does not read all weights.
+    """
+    digest = hashlib.sha256(f"{type(model).__module__}.{type(model).__qualname__}".encode())
+    samples = []
+    for name, value in _parameters(model):
+        digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+        flat = value.reshape(-1)
+        samples.append(flat[:: max(1, flat.size // SAMPLE)][:SAMPLE].astype(mx.float32))
+    if samples:
+        digest.update(np.asarray(mx.concatenate(samples)).tobytes())
+    return digest.hexdigest()[:32]
+
+
+def floating_dtype(model: Any) -> str:
+    """The dtype that a model computes in."""
+    for _, value in _parameters(model):
+        if mx.issubdtype(value.dtype, mx.floating):
+            return str(value.dtype).removeprefix("mlx.core.")
+    return "none"
+
+
+def vocabulary_size(model: Any) -> int | None:
+    """How many tokens a model knows, where its arguments say so."""
+
+    def sizes(args: Any) -> Iterator[Any]:
+        named = args if isinstance(args, dict) else getattr(args, "__dict__", {})
+        yield named.get("vocab_size")
+        if "text_config" in named:
+            yield from sizes(named["text_config"])
+
+    for size in sizes(getattr(model, "args", None)):
+        if isinstance(size, int) and size > 0:
+            return size
+    return None
+
+
+def cache_maker(
+    model: Any, max_kv_size: int | None, kv_bits: int | None, kv_group_size: int
+) -> MakeCaches:
+    """mlx-lm's own caches for a model; with `kv_bits`, full attention is quantised from token 0."""
+    if kv_bits is not None and kv_bits not in (2, 3, 4, 5, 6, 8):
+        raise InvalidOption(f"kv_bits={kv_bits!r}: MLX quantises to 2, 3, 4, 5, 6 or 8 bits")
+
+    def make() -> list[Any]:
+        try:
+            caches = list(make_prompt_cache(model, max_kv_size))
+        except (AttributeError, TypeError) as error:
+            raise UnsupportedModel(
+                f"{type(model).__name__} offers no prompt cache ({error}): it needs "
+                "`make_cache()` or `layers`, as mlx-lm's models have"
+            ) from error
+        if kv_bits is None:
+            return caches
+        # mlx-lm begins to quantise at token 5,000: a span of two forms could not be joined.
+        return [
+            QuantizedKVCache(group_size=kv_group_size, bits=kv_bits) if type(c) is KVCache else c
+            for c in caches
+        ]
+
+    return make
+
+
+def _parameters(model: Any) -> list[tuple[str, mx.array]]:
+    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))

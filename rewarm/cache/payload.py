@@ -1,0 +1,286 @@
+"""What the tree holds, packed into few arrays that nobody else can reach.
+
+MLX limits the number of buffers as well as their bytes, and a slice keeps its whole parent alive.
+So everything here is a fresh copy, evaluated at once, with all layers of a kind stacked into one
+array per row width and dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+SEGMENT = 512
+"""Tokens in one packed array at most: a split copies one segment, never the whole node."""
+
+TOKENS, HEADS = 2, 1
+"""The axes of a row array: (batch, heads, tokens, width), as mlx-lm's caches hold it."""
+
+
+def detached(parts: Sequence[mx.array], axis: int) -> mx.array:
+    """One array of the parts, in a buffer of its own.
+
+    Concatenation of several parts always copies; of one part it does not, and neither does
+    `mx.contiguous` where the parent is only a little larger. An empty second part makes it copy.
+    """
+    if len(parts) == 1:
+        shape = list(parts[0].shape)
+        shape[axis] = 0
+        parts = [parts[0], mx.zeros(shape, parts[0].dtype)]
+    return mx.concatenate(list(parts), axis=axis)
+
+
+def allocated(nbytes: int) -> int:
+    """What MLX's allocator takes for an array: exact on a CPU, whole pages on a GPU."""
+    if mx.default_device() == mx.cpu:
+        return nbytes
+    page = 16384
+    if nbytes < page:
+        return 1 << max(nbytes - 1, 0).bit_length()
+    return -(-nbytes // page) * page
+
+
+class RowShape(NamedTuple):
+    heads: int
+    width: int
+    dtype: mx.Dtype
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the row arrays of all layers lie in the packed ones. Equal packings can be joined."""
+
+    shapes: tuple[RowShape, ...]
+    counts: tuple[int, ...]
+    """How many of the arrays are each layer's; none for a cache that the model never uses."""
+
+    @staticmethod
+    def of(layers: Sequence[Sequence[mx.array]]) -> Packing:
+        shapes = []
+        for array in (a for layer in layers for a in layer):
+            if array.ndim != 4 or array.shape[0] != 1:
+                raise ValueError(f"rows of shape {array.shape} are not one sequence's")
+            shapes.append(RowShape(array.shape[HEADS], array.shape[3], array.dtype))
+        return Packing(tuple(shapes), tuple(len(layer) for layer in layers))
+
+    @cached_property
+    def groups(self) -> list[list[int]]:
+        """The arrays that are stacked together, by width and dtype; empty ones in no group."""
+        groups: dict[tuple[int, mx.Dtype], list[int]] = {}
+        for i, shape in enumerate(self.shapes):
+            if shape.width and shape.heads:
+                groups.setdefault((shape.width, shape.dtype), []).append(i)
+        return list(groups.values())
+
+    def nbytes(self, tokens: int) -> int:
+        """The bytes that this many tokens will take once packed."""
+        if not tokens:
+            return 0
+        whole, rest = divmod(tokens, SEGMENT)
+        total = 0
+        for group in self.groups:
+            row = sum(self.shapes[i].heads * self.shapes[i].width for i in group)
+            size = row * self.shapes[group[0]].dtype.size
+            total += whole * allocated(size * SEGMENT) + (allocated(size * rest) if rest else 0)
+        return total
+
+    def buffers(self, tokens: int) -> int:
+        return -(-tokens // SEGMENT) * len(self.groups)
+
+    def pack(self, layers: Sequence[Sequence[mx.array]], start: int, stop: int) -> Rows:
+        """Detached copies of row arrays that cover the tokens `start` to `stop`."""
+        arrays = [a for layer in layers for a in layer]
+        segments = []
+        for begin in range(start, stop, SEGMENT):
+            end = min(begin + SEGMENT, stop)
+            cut = [a[:, :, begin - start : end - start] for a in arrays]
+            packed = tuple(detached([cut[i] for i in group], HEADS) for group in self.groups)
+            segments.append(Segment(begin, end, packed))
+        mx.eval([s.arrays for s in segments])
+        return Rows(self, tuple(segments))
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    start: int
+    stop: int
+    arrays: tuple[mx.array, ...]
+
+    def cut(self, start: int, stop: int) -> Segment:
+        a, b = start - self.start, stop - self.start
+        return Segment(start, stop, tuple(detached([x[:, :, a:b]], HEADS) for x in self.arrays))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a span, for all layers of a group."""
+
+    packing: Packing
+    segments: tuple[Segment, ...]
+
+    @property
+    def start(self) -> int:
+        return self.segments[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.segments[-1].stop
+
+    @property
+    def nbytes(self) -> int:
+        return sum(allocated(a.nbytes) for s in self.segments for a in s.arrays)
+
+    @property
+    def buffers(self) -> int:
+        return sum(len(s.arrays) for s in self.segments)
+
+    def split(self, at: int) -> tuple[Rows | None, Rows | None]:
+        """The rows before and from `at`. Only the segment that `at` falls into is copied."""
+        before, after = [], []
+        for segment in self.segments:
+            if segment.stop <= at:
+                before.append(segment)
+            elif segment.start >= at:
+                after.append(segment)
+            else:
+                before.append(segment.cut(segment.start, at))
+                after.append(segment.cut(at, segment.stop))
+                mx.eval(before[-1].arrays, after[-1].arrays)
+        return (
+            Rows(self.packing, tuple(before)) if before else None,
+            Rows(self.packing, tuple(after)) if after else None,
+        )
+
+
+def unpack(packing: Packing, pieces: Sequence[Rows], spans: Sequence[tuple[int, int]]) -> Unpacked:
+    """The rows of the given spans, as views layer by layer, ready to be joined."""
+    segments = [s for piece in pieces for s in piece.segments]
+    views: list[list[mx.array]] = [[] for _ in packing.shapes]
+    for start, stop in spans:
+        at = start
+        for segment in segments:
+            if segment.stop <= at or segment.start >= stop:
+                continue
+            if segment.start > at:
+                break
+            end = min(segment.stop, stop)
+            for group, packed in zip(packing.groups, segment.arrays, strict=True):
+                head = 0
+                for i in group:
+                    heads = packing.shapes[i].heads
+                    a, b = at - segment.start, end - segment.start
+                    views[i].append(packed[:, head : head + heads, a:b])
+                    head += heads
+            at = end
+        if at < stop:
+            raise LookupError(f"rows {at} to {stop} are missing")
+    return Unpacked(packing, views, sum(stop - start for start, stop in spans))
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    packing: Packing
+    views: list[list[mx.array]]
+    tokens: int
+
+    def join(self, layer: int, room: int) -> list[mx.array]:
+        """The arrays of a layer, each one fresh, with room for more tokens."""
+        joined = []
+        first = sum(self.packing.counts[:layer])
+        for i in range(first, first + self.packing.counts[layer]):
+            heads, width, dtype = self.packing.shapes[i]
+            parts = self.views[i]
+            if not parts:
+                joined.append(mx.zeros((1, heads, self.tokens + room, width), dtype))
+                continue
+            if room:
+                parts = [*parts, mx.zeros((1, heads, room, width), dtype)]
+            joined.append(detached(parts, TOKENS))
+        return joined
+
+
+class _Slot(NamedTuple):
+    """Where an array of a state lies in the packed one of its dtype."""
+
+    group: int
+    start: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedState:
+    """A value made of arrays, numbers, texts and containers of these, at one position."""
+
+    skeleton: Any
+    arrays: tuple[mx.array, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(allocated(a.nbytes) for a in self.arrays)
+
+    @property
+    def buffers(self) -> int:
+        return len(self.arrays)
+
+    @staticmethod
+    def pack(value: Any) -> PackedState:
+        parts: dict[mx.Dtype, list[mx.array]] = {}
+        filled: dict[mx.Dtype, int] = {}
+
+        def place(item: Any) -> Any:
+            if isinstance(item, mx.array):
+                start = filled.get(item.dtype, 0)
+                parts.setdefault(item.dtype, []).append(item.reshape(-1))
+                filled[item.dtype] = start + item.size
+                return _Slot(list(parts).index(item.dtype), start, tuple(item.shape))
+            if isinstance(item, dict):
+                return {key: place(part) for key, part in item.items()}
+            if type(item) in (list, tuple):
+                return type(item)(place(part) for part in item)
+            if item is None or isinstance(item, (bool, int, float, str)):
+                return item
+            raise TypeError(f"a {type(item).__name__} cannot be kept in a checkpoint")
+
+        skeleton = place(value)
+        arrays = tuple(detached(group, 0) for group in parts.values())
+        mx.eval(arrays)
+        return PackedState(skeleton, arrays)
+
+    def unpack(self) -> Any:
+        """The value again. Its arrays are new handles: assigning into them changes nothing here."""
+
+        def take(item: Any) -> Any:
+            if isinstance(item, _Slot):
+                size = 1
+                for n in item.shape:
+                    size *= n
+                return self.arrays[item.group][item.start : item.start + size].reshape(item.shape)
+            if isinstance(item, dict):
+                return {key: take(part) for key, part in item.items()}
+            if type(item) in (list, tuple):
+                return type(item)(take(part) for part in item)
+            return item
+
+        return take(self.skeleton)
+
+
+def state_bytes(value: Any) -> int:
+    """What `PackedState.pack(value)` will take, without packing it."""
+    sizes: dict[mx.Dtype, int] = {}
+
+    def add(item: Any) -> None:
+        if isinstance(item, mx.array):
+            sizes[item.dtype] = sizes.get(item.dtype, 0) + item.nbytes
+        elif isinstance(item, dict):
+            for part in item.values():
+                add(part)
+        elif isinstance(item, (list, tuple)):
+            for part in item:
+                add(part)
+
+    add(value)
+    return sum(allocated(n) for n in sizes.values())

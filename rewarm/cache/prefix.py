@@ -1,0 +1,362 @@
+"""The prefix cache: what prompts share is computed once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from rewarm.errors import CacheClosed, InvalidOption, InvalidPrompt, ModelMismatch
+
+from .commit import Committer
+from .cuts import APART, chunks, grid
+from .find import Found, find, restore
+from .layout import Layout
+from .lease import Cut, Lease, Match, Pin
+from .memory import Held, MemoryTier, auto_size, most_buffers, parse_size
+from .model import MakeCaches, Namespace, cache_maker, fingerprint, vocabulary_size
+from .placement import WEIGHTS, Boundary, ChatPlacement, Kind, Placement, Shape
+from .retention import Evictor, Retention, WorkPerByte
+from .tree import ChunkTree, Origin, Tokens, Tree, encode
+from .verify import verify
+
+log = logging.getLogger("rewarm")
+
+CPU_CHUNK, GPU_CHUNK = 512, 2048
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the cache holds and did."""
+
+    entries: int
+    checkpoints: int
+    tokens: int
+    budget: int
+    bytes: dict[str, dict[str, int]]
+    """Really held, by tier, then by kind: rows, window, checkpoint; index is the tree itself."""
+    buffers: int
+    hits: int
+    misses: int
+    evictions: int
+    leases: int
+
+    @property
+    def held(self) -> int:
+        """All payload bytes in memory, without the index."""
+        return sum(n for kind, n in self.bytes["memory"].items() if kind != "index")
+
+
+class PrefixCache:
+    """A tree of prompt state for one model: match, acquire, compute, commit.
+
+    Calls may come from any thread: what the tree holds is evaluated.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        memory: int | str = "auto",
+        disk: str | None = None,
+        disk_size: int | str = "20GB",
+        reuse: Literal["fast", "exact"] = "fast",
+        chunk: int | None = None,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        max_kv_size: int | None = None,
+        make_cache: MakeCaches | None = None,
+        retention: Retention | None = None,
+        placement: Placement | None = None,
+        adapter: str = "",
+        max_buffers: int | None = None,
+    ) -> None:
+        if reuse not in ("fast", "exact"):
+            raise InvalidOption(f'reuse={reuse!r} is unknown: give "fast" or "exact"')
+        if disk is not None:
+            raise InvalidOption(f"disk={disk!r}: this version has no disk tier yet; leave it out")
+        if chunk is not None and chunk < APART:
+            raise InvalidOption(f"chunk={chunk!r} is too short: give {APART} or more tokens")
+        budget = parse_size(memory) if memory != "auto" else auto_size()
+        self.model = model
+        self.reuse = reuse
+        self.chunk = chunk or (CPU_CHUNK if mx.default_device() == mx.cpu else GPU_CHUNK)
+        self.placement = placement or ChatPlacement()
+        self.blank = make_cache or cache_maker(model, max_kv_size, kv_bits, kv_group_size)
+        self.layout = Layout(self.blank())
+        if not self.layout.reusable:
+            what = ", ".join(self.layout.unknown) or "no layer"
+            log.warning("reuse is off for %s: %s cannot be captured", type(model).__name__, what)
+        self.memory = MemoryTier(budget, max_buffers or most_buffers())
+        self._namespace = Namespace.of(
+            model, f"{kv_bits}/{kv_group_size}" if kv_bits else "plain", adapter
+        )
+        self._vocabulary = vocabulary_size(model) or 1 << 31
+        self._trees: dict[Namespace, Tree] = {}
+        self._evictor = Evictor(
+            retention or WorkPerByte(),
+            self.memory,
+            reach=self.layout.longest_window,
+            stateful=self.layout.has_state,
+        )
+        self._committer = Committer(self.layout, self.memory, self._evictor, self._trees.values())
+        self._pins: set[Pin] = set()
+        self._dropped: deque[Pin] = deque()
+        self._lock = threading.RLock()
+        self._clock = 0
+        self._hits = self._misses = 0
+        self._closed = False
+
+    def match(
+        self,
+        tokens: Sequence[int] | npt.NDArray[Any],
+        salt: str | None = None,
+        boundaries: Sequence[Boundary] = (),
+    ) -> Match:
+        """How much of a prompt could be reused now. Changes nothing."""
+        prompt = self._checked(tokens)
+        with self._entered():
+            tree = self._trees.get(self._namespace.salted(salt)) or self._new_tree()
+            return self._find(tree, prompt, self._grid(prompt, boundaries)).match
+
+    def acquire(
+        self,
+        tokens: Sequence[int] | npt.NDArray[Any],
+        *,
+        salt: str | None = None,
+        boundaries: Sequence[Boundary] = (),
+        marks: Sequence[int] = (),
+        room: int = 0,
+    ) -> Lease:
+        """Caches that stand at the resume point of a prompt, and a lease on its path.
+
+        `room` is how many tokens the answer may take: the caches then need not grow by copying.
+        """
+        prompt = self._checked(tokens)
+        with self._entered():
+            began = time.perf_counter()
+            self._clock += 1
+            tree = self._trees.setdefault(self._namespace.salted(salt), self._new_tree())
+            own_cuts = self._grid(prompt, boundaries)
+            found = self._find(tree, prompt, own_cuts)
+            matched = time.perf_counter()
+            found, caches = self._restored(found, tree, len(prompt) - found.at + room)
+            restored = time.perf_counter()
+            pin = self._pinned(found)
+            shape = Shape(len(prompt) - 1, found.at, found.junction, boundaries, marks)
+            return Lease(
+                self,
+                tree,
+                prompt,
+                caches,
+                found.match,
+                pin,
+                self._cuts(shape, own_cuts),
+                self._dropped,
+                match_ms=(matched - began) * 1e3,
+                restore_ms=(restored - matched) * 1e3,
+            )
+
+    def commit(
+        self,
+        lease: Lease,
+        stop: int,
+        *,
+        origin: Origin = "prefill",
+        checkpoint: Kind | None = None,
+    ) -> None:
+        """Store what the lease's caches, which stand at `stop`, hold and the tree does not.
+
+        Never fails a request: what does not fit or cannot be read is left out, and what follows it.
+        """
+        if lease.cache is not self:
+            raise ModelMismatch("this lease belongs to another cache")
+        if not lease.stored <= stop <= len(lease.tokens):
+            raise InvalidOption(
+                f"stop={stop!r}: give a position from {lease.stored}, where the last commit "
+                f"ended, to {len(lease.tokens)}"
+            )
+        with self._lock:
+            self._drain()
+            lease.position = stop
+            if lease.full or not lease.pin.live or not self.layout.reusable:
+                return
+            if origin == "decode" and self.reuse == "exact":
+                return  # decoded state has other bits than a prefill of the same tokens
+            try:
+                self._committer.store(lease, stop, origin, self._clock)
+                if checkpoint is not None and not lease.full:
+                    self._committer.take_checkpoint(lease, stop, checkpoint, self._clock)
+            except Exception:
+                lease.full = True
+                log.exception("a part of a prompt could not be stored; it will be computed again")
+
+    def stats(self) -> Stats:
+        with self._entered():
+            held = self.memory.held
+            return Stats(
+                entries=held.nodes,
+                checkpoints=held.checkpoints,
+                tokens=sum(n.length for t in self._trees.values() for n in t.nodes()),
+                budget=self.memory.budget,
+                bytes={
+                    "memory": {
+                        "rows": held.rows,
+                        "window": held.window,
+                        "checkpoint": held.checkpoint,
+                        "index": held.index,
+                    }
+                },
+                buffers=held.buffers,
+                hits=self._hits,
+                misses=self._misses,
+                evictions=self._evictor.evictions,
+                leases=len(self._pins),
+            )
+
+    def resize(self, memory: int | str) -> None:
+        """Set another budget; what no longer fits goes at once, except what is leased."""
+        with self._entered():
+            self.memory.budget = parse_size(memory) if memory != "auto" else auto_size()
+            self._evictor.make_room(self._trees.values(), 0, 0, self._clock)
+
+    def verify(self) -> None:
+        """Check every invariant of the tree and its accounting; raises BrokenInvariant."""
+        with self._entered():
+            verify(list(self._trees.values()), self.memory, self._pins, self.layout)
+
+    def flush(self) -> None:
+        """Make what is held outlive this process. There is no disk tier yet: nothing to do."""
+        with self._entered():
+            pass
+
+    def clear(self) -> None:
+        """Forget everything. Running requests go on, and store nothing more."""
+        with self._entered():
+            self._forget()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._forget()
+
+    def check_model(self, model: Any) -> None:
+        """Raise unless the cache was made for this model."""
+        if model is not self.model and fingerprint(model) != self._namespace.model:
+            raise ModelMismatch(
+                f"this cache was made for another model ({type(self.model).__module__}): "
+                "make one for this model with PrefixCache(model)"
+            )
+
+    def _find(self, tree: Tree, prompt: Tokens, cuts: list[int]) -> Found:
+        return find(self.layout, tree, encode(prompt), len(prompt), cuts)
+
+    def _restored(self, found: Found, tree: Tree, room: int) -> tuple[Found, list[Any]]:
+        """The caches of a match; where they cannot be built after all, a cold start."""
+        if not found.at:
+            return found, self.blank()
+        try:
+            caches = restore(self.layout, self.blank(), found, room)
+            mx.eval([getattr(c, "state", None) for c in caches])
+            return found, caches
+        except Exception:
+            log.exception("a stored prefix could not be restored; it is computed again")
+            cold = replace(found.match, resume=0, reason="failed", tier=None)
+            return replace(found, match=cold, node=tree.root), self.blank()
+
+    def _pinned(self, found: Found) -> Pin:
+        """Pin a match's path, and refresh what it really used and nothing else."""
+        used = found.node.checkpoint if self.layout.has_state and found.at else None
+        pin = Pin(found.node, used)
+        pin.take()
+        self._pins.add(pin)
+        for node in found.node.path():
+            node.hits += 1
+            node.last_used = self._clock
+        if used is not None:
+            used.hits += 1
+            used.last_used = self._clock
+        if found.at:
+            self._hits += 1
+        else:
+            self._misses += 1
+        return pin
+
+    def _grid(self, prompt: Tokens, boundaries: Sequence[Boundary]) -> list[int]:
+        """The prompt's own cuts in `exact`, which depend on nothing else."""
+        if self.reuse == "fast":
+            return []
+        return grid(len(prompt) - 1, self.chunk, (b.position for b in boundaries if b.durable))
+
+    def _cuts(self, shape: Shape, own_cuts: list[int]) -> list[Cut]:
+        """Where prefill stops, and what is taken there."""
+        points = self.placement.points(shape)
+        kinds: dict[int, Kind] = {}
+        if self.reuse == "fast":
+            if self.layout.has_state or self.layout.has_window:
+                kinds = {p.position: p.kind for p in points}
+            stops = chunks(shape.resume, shape.stop, self.chunk, kinds)
+            return [Cut(stop, kinds.get(stop)) for stop in stops]
+        stops = [c for c in own_cuts if c > shape.resume]
+        # A prompt that goes on where this one ends shares its whole chunks only.
+        kinds = dict.fromkeys(stops[-2:-1], "end")
+        for point in points:
+            # The grid does not move: a checkpoint is taken at the cut before its point.
+            cut = max((c for c in stops if c <= point.position), default=None)
+            if cut is not None and WEIGHTS[point.kind] > WEIGHTS.get(kinds.get(cut, ""), 0.0):
+                kinds[cut] = point.kind
+        return [Cut(stop, kinds.get(stop)) for stop in stops]
+
+    def _checked(self, tokens: Sequence[int] | npt.NDArray[Any]) -> Tokens:
+        given = np.asarray(tokens)
+        if given.size == 0:
+            raise InvalidPrompt("the prompt is empty: it needs at least one token")
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            raise InvalidPrompt(
+                f"a prompt is a flat sequence of whole numbers, not {given.dtype} of shape "
+                f"{given.shape}"
+            )
+        low, high = int(given.min()), int(given.max())
+        if low < 0 or high >= self._vocabulary:
+            raise InvalidPrompt(
+                f"token {low if low < 0 else high} is outside the vocabulary "
+                f"(0 to {self._vocabulary - 1})"
+            )
+        return given.astype(np.int32)
+
+    def _new_tree(self) -> Tree:
+        return Tree() if self.reuse == "fast" else ChunkTree()
+
+    def _forget(self) -> None:
+        for pin in self._pins:
+            pin.live = False
+        self._pins.clear()
+        self._trees.clear()
+        self.memory.held = Held()
+
+    def _release(self, pin: Pin) -> None:
+        with self._lock:
+            pin.drop()
+            self._pins.discard(pin)
+
+    def _drain(self) -> None:
+        """Unpin what forgotten leases held."""
+        while self._dropped:
+            self._release(self._dropped.popleft())
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise CacheClosed("this cache is closed: make a new PrefixCache")
+            self._drain()
+            yield

@@ -1,0 +1,230 @@
+"""The radix tree: which token spans are known, and what is stored for each.
+
+A node owns a span of tokens. The span is kept as the bytes of little-endian int32 tokens: comparing
+bytes at an offset is one `memcmp` without a copy, which is what makes a match over thousands of
+short nodes fast. Positions are counted in tokens everywhere but inside this file.
+
+Two ways to grow share the nodes. `Tree` is a radix tree: spans split wherever prompts part.
+`ChunkTree`, for `exact`, keeps whole prefill chunks apart: a chunk computed with another length has
+other bits, so it is another node, and a path is the prompt's own cuts by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+Origin = Literal["prefill", "decode"]
+
+WIDTH = 4
+"""Bytes of a token in a key."""
+
+NODE_BYTES = 480
+"""What a node costs in the index beside its key: the object, its dictionary, its checkpoint."""
+
+
+class Payload(Protocol):
+    """What is stored for the tokens `start` to `stop` of a path."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def buffers(self) -> int: ...
+    def split(self, at: int) -> tuple[Payload | None, Payload | None]: ...
+
+
+class State(Protocol):
+    """What is stored for one position: it cannot be cut."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def buffers(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """The state at a node's end. `state` is None where the rows alone hold everything."""
+
+    kind: str
+    state: State | None
+    last_used: int
+    hits: int = 0
+    pins: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.state.nbytes if self.state is not None else 0
+
+    @property
+    def buffers(self) -> int:
+        return self.state.buffers if self.state is not None else 0
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A span of tokens. `rows` covers all of it; `window` may cover only its end."""
+
+    parent: Node | None
+    start: int
+    key: bytes
+    origin: Origin = "prefill"
+    children: dict[bytes, Node] = field(default_factory=dict)
+    rows: Payload | None = None
+    window: Payload | None = None
+    checkpoint: Checkpoint | None = None
+    pins: int = 0
+    hits: int = 0
+    last_used: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.key) // WIDTH
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.key) // WIDTH
+
+    @property
+    def index_bytes(self) -> int:
+        return NODE_BYTES + len(self.key)
+
+    def tokens(self) -> Tokens:
+        return np.frombuffer(self.key, dtype="<i4")
+
+    def path(self) -> Iterator[Node]:
+        """This node and its ancestors, deepest first, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class Walk(NamedTuple):
+    """How far a prompt agrees with a tree. `node` is the deepest one reached, wholly or in part."""
+
+    node: Node
+    shared: int
+
+
+def encode(tokens: Tokens) -> bytes:
+    return tokens.astype("<i4", copy=False).tobytes()
+
+
+def agreement(a: bytes, b: bytes) -> int:
+    """How many leading tokens two keys share."""
+    n = min(len(a), len(b)) // WIDTH
+    different = np.flatnonzero(np.frombuffer(a, "<i4", n) != np.frombuffer(b, "<i4", n))
+    return int(different[0]) if different.size else n
+
+
+class Tree:
+    """The radix tree of one namespace. No two children of a node begin with the same token."""
+
+    splits = True
+
+    def __init__(self) -> None:
+        self.root = Node(parent=None, start=0, key=b"")
+
+    def walk(self, data: bytes, cuts: Sequence[int] = ()) -> Walk:
+        node, at, size = self.root, 0, len(data)
+        while at < size:
+            child = node.children.get(data[at : at + WIDTH])
+            if child is None:
+                break
+            node = child
+            if not data.startswith(node.key, at):
+                return Walk(node, at // WIDTH + agreement(node.key, data[at : at + len(node.key)]))
+            at += len(node.key)
+        return Walk(node, at // WIDTH)
+
+    def child(self, node: Node, data: bytes, at: int, stop: int) -> Node | None:
+        """The child that goes on with `data` at token `at`."""
+        return node.children.get(data[at * WIDTH : (at + 1) * WIDTH])
+
+    def add(self, parent: Node, key: bytes, origin: Origin) -> Node:
+        node = Node(parent=parent, start=parent.end, key=key, origin=origin)
+        parent.children[self._edge(key)] = node
+        return node
+
+    def split(self, node: Node, at: int) -> Node:
+        """Cut a node in two at token `at`; returns the new upper half.
+
+        The lower half stays the same object: whoever holds the node holds its end.
+        """
+        if node.parent is None or not node.start < at < node.end:
+            raise ValueError(f"cannot split the span {node.start} to {node.end} at {at}")
+        # Copies come first: where one fails, the tree is as it was.
+        upper_rows, lower_rows = node.rows.split(at) if node.rows else (None, None)
+        upper_window, lower_window = node.window.split(at) if node.window else (None, None)
+        cut = (at - node.start) * WIDTH
+        upper = Node(
+            parent=node.parent,
+            start=node.start,
+            key=node.key[:cut],
+            origin=node.origin,
+            rows=upper_rows,
+            window=upper_window,
+            pins=node.pins,
+            hits=node.hits,
+            last_used=node.last_used,
+        )
+        node.parent.children[self._edge(upper.key)] = upper
+        node.parent, node.start, node.key = upper, at, node.key[cut:]
+        node.rows, node.window = lower_rows, lower_window
+        upper.children[self._edge(node.key)] = node
+        return upper
+
+    def remove(self, leaf: Node) -> None:
+        if leaf.children or leaf.parent is None:
+            raise ValueError("only a leaf can be removed")
+        del leaf.parent.children[self._edge(leaf.key)]
+        leaf.parent = None
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the root, parents before children."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _edge(self, key: bytes) -> bytes:
+        return key[:WIDTH]
+
+
+class ChunkTree(Tree):
+    """The tree of `exact`: a node is one whole prefill chunk, and never splits."""
+
+    splits = False
+
+    def walk(self, data: bytes, cuts: Sequence[int] = ()) -> Walk:
+        node = self.root
+        for stop in cuts:
+            child = self.child(node, data, node.end, stop)
+            if child is None:
+                break
+            node = child
+        rest = data[node.end * WIDTH :]
+        # Beyond the last whole chunk nothing can be reused; how far the tokens agree is still
+        # worth knowing.
+        beyond = max((agreement(c.key, rest) for c in node.children.values()), default=0)
+        return Walk(node, node.end + beyond)
+
+    def child(self, node: Node, data: bytes, at: int, stop: int) -> Node | None:
+        return node.children.get(data[at * WIDTH : stop * WIDTH])
+
+    def split(self, node: Node, at: int) -> Node:
+        raise ValueError("a chunk is whole")
+
+    def _edge(self, key: bytes) -> bytes:
+        return key

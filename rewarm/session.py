@@ -1,0 +1,363 @@
+"""The library way in: a model, its tokenizer and a cache, with no server."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import (
+    TextStateMachine,
+    generate_step,
+    generation_stream,
+    make_stop_sequences,
+    make_text_state_machine,
+    wired_limit,
+)
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from rewarm.cache import Lease, PrefixCache
+from rewarm.cache.tree import Tokens
+from rewarm.errors import InvalidOption, InvalidPrompt
+from rewarm.prompt import ChatRenderer, Message, Prompt
+
+MOST_ROOM = 4096
+"""Tokens of an answer that a restored cache has room for; a longer one grows by copying."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens. `cached + prefilled == prompt`, unless the prefill was cancelled."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    replayed_tokens: int
+    prefilled_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Timings:
+    match_ms: float
+    restore_ms: float
+    prefill_ms: float
+    ttft_ms: float
+
+
+@dataclass(frozen=True)
+class Reply:
+    text: str
+    reasoning: str
+    tool_calls: list[dict[str, Any]]
+    tokens: list[int]
+    finish_reason: str
+    """"stop", "length", "tool_calls" or "cancelled"."""
+    usage: Usage
+    timings: Timings
+    logprobs: list[float] | None = None
+    miss: str | None = None
+    """Why not more of the prompt was reused; None where all of it was."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A step of a stream: text or reasoning as it comes; the last one carries the reply."""
+
+    text: str = ""
+    reasoning: str = ""
+    token: int | None = None
+    logprob: float | None = None
+    reply: Reply | None = None
+
+
+@dataclass
+class _Answer:
+    """What has been generated so far, taken apart by mlx-lm's state machine."""
+
+    state: Any
+    tools: list[Any] | None
+    parse: Callable[[str, Any], Any] | None
+    text: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    _call: str = ""
+    _was: str = "normal"
+
+    def add(self, piece: str, *, last: bool, cut: bool) -> Event:
+        """`cut`: a stop sequence ended the answer, and what was held back belongs to it."""
+        self.state, segments = TextStateMachine.split(self.state, piece)
+        if last and not cut:
+            self.state, rest, name = TextStateMachine.flush(self.state)
+            segments.append((name, rest))
+        event_text = event_reasoning = ""
+        for name, part in segments:
+            if self._was == "tool" and name != "tool":
+                self._finish_call()
+            if name == "reasoning":
+                event_reasoning += part
+            elif name == "tool":
+                self._call += part
+            else:
+                event_text += part
+            self._was = name
+        if last and self._was == "tool":
+            self._finish_call()
+        self.text += event_text
+        self.reasoning += event_reasoning
+        return Event(text=event_text, reasoning=event_reasoning)
+
+    def _finish_call(self) -> None:
+        text, self._call = self._call, ""
+        if not text.strip():
+            return
+        try:
+            parsed = self.parse(text, self.tools) if self.parse is not None else json.loads(text)
+        except (ValueError, KeyError, TypeError, SyntaxError):
+            self.text += text  # not a call after all: nothing is lost
+            return
+        for call in parsed if isinstance(parsed, list) else [parsed]:
+            arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False)
+            self.calls.append(
+                {
+                    "id": call.get("id") or f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": call.get("name"), "arguments": arguments},
+                }
+            )
+
+
+class Session:
+    """Generates with a model, and never computes a known prompt prefix again."""
+
+    def __init__(self, model: Any, tokenizer: Any, cache: PrefixCache | None = None) -> None:
+        if not isinstance(tokenizer, TokenizerWrapper):
+            tokenizer = TokenizerWrapper(tokenizer)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.cache = cache if cache is not None else PrefixCache(model)
+        self.cache.check_model(model)
+        self.renderer = ChatRenderer(tokenizer)
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None, **options: Any
+    ) -> Reply:
+        """Answer a chat. Takes the options of `stream`."""
+        return _last(self.stream(messages, tools, **options))
+
+    def generate(self, prompt: str | Sequence[int] | Tokens, **options: Any) -> Reply:
+        """Continue a text or tokens. Takes the options of `stream`."""
+        return _last(self.stream(prompt, **options))
+
+    def stream(
+        self,
+        prompt: str | Sequence[Any] | Tokens,
+        tools: list[Any] | None = None,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 0.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float | None = None,
+        stop: Sequence[str] = (),
+        logprobs: bool = False,
+        salt: str | None = None,
+        template: dict[str, Any] | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Iterator[Event]:
+        """Answer messages, or continue a text or tokens, event by event.
+
+        `template` goes to the chat template (`{"enable_thinking": False}`). `on_prefill` is told
+        the prompt tokens done and in all after every chunk. To stop early, set `cancel` or close
+        the iterator: what was computed stays in the cache.
+        """
+        if max_tokens < 1:
+            raise InvalidOption(f"max_tokens={max_tokens!r}: give 1 or more")
+        sampler = make_sampler(temp=temperature, top_p=top_p, min_p=min_p, top_k=top_k)
+        processors = make_logits_processors(repetition_penalty=repetition_penalty)
+        ready = self._prompt(prompt, tools, template or {})
+        answer = _Answer(
+            make_text_state_machine(self.tokenizer, list(stop)).make_state(
+                self._initial_state(ready.tokens)
+            ),
+            tools,
+            self.tokenizer.tool_parser,
+        )
+        run = _Run(self, ready, max_tokens, salt, on_prefill, cancel or threading.Event())
+        return run.events(answer, sampler, processors, list(stop), logprobs)
+
+    def _prompt(
+        self, prompt: str | Sequence[Any] | Tokens, tools: Any, template: dict[str, Any]
+    ) -> Prompt:
+        if isinstance(prompt, str):
+            bos = self.tokenizer.bos_token
+            special = bos is None or not prompt.startswith(bos)
+            tokens = self.tokenizer.encode(prompt, add_special_tokens=special)
+            return Prompt(np.asarray(tokens))
+        if len(prompt) and isinstance(prompt[0], dict):
+            return self.renderer.render(cast("list[Message]", list(prompt)), tools, **template)
+        if len(prompt) and isinstance(prompt[0], str):
+            raise InvalidPrompt("a prompt is a text, tokens, or messages with role and content")
+        return Prompt(np.asarray(prompt))
+
+    def _initial_state(self, tokens: Tokens) -> str:
+        """Whether the template has opened the thinking already."""
+        found: str | None = self.tokenizer.response_initial_state
+        if found:
+            return found
+        if self.tokenizer.has_thinking:
+            prompt = tokens.tolist()
+            opened = self.tokenizer.rfind_think_start(prompt)
+            if opened > self.tokenizer.rfind_think_end(prompt):
+                return "reasoning"
+        return "normal"
+
+
+@dataclass
+class _Run:
+    """One request: acquire, prefill in chunks, decode, commit."""
+
+    session: Session
+    prompt: Prompt
+    max_tokens: int
+    salt: str | None
+    on_prefill: Callable[[int, int], None] | None
+    cancel: threading.Event
+
+    def events(
+        self, answer: _Answer, sampler: Any, processors: Any, stop: list[str], logprobs: bool
+    ) -> Iterator[Event]:
+        began = time.perf_counter()
+        cache, tokenizer = self.session.cache, self.session.tokenizer
+        tokens: list[int] = []
+        chosen: list[float] = []
+        first_token = None
+        finish = "cancelled"
+        lease = cache.acquire(
+            self.prompt.tokens,
+            salt=self.salt,
+            boundaries=self.prompt.boundaries,
+            room=min(self.max_tokens, MOST_ROOM),
+        )
+        with lease, wired_limit(self.session.model, cast("list[mx.Stream]", [generation_stream])):
+            started = time.perf_counter()
+            self._prefill(lease)
+            prefilled = time.perf_counter()
+            if lease.position == len(self.prompt.tokens) - 1:
+                matcher = make_stop_sequences(tokenizer, stop).matcher()
+                detokenizer = tokenizer.detokenizer
+                steps = self._decode(lease, sampler, processors)
+                try:
+                    for token, distribution in steps:
+                        if first_token is None:
+                            first_token = time.perf_counter()
+                        tokens.append(token)
+                        if logprobs:
+                            chosen.append(float(distribution[token]))
+                        stopped = matcher.advance(token)
+                        last = stopped or len(tokens) == self.max_tokens
+                        ended = token in tokenizer.eos_token_ids
+                        if not ended:
+                            detokenizer.add_token(token)
+                        if last:
+                            detokenizer.finalize()
+                            finish = "stop" if stopped else "length"
+                        step = answer.add(
+                            detokenizer.last_segment, last=last, cut=stopped and not ended
+                        )
+                        yield replace(step, token=token, logprob=chosen[-1] if chosen else None)
+                        if last or self.cancel.is_set():
+                            break
+                finally:
+                    steps.close()
+                    self._commit_answer(lease, tokens)
+        if finish == "stop" and answer.calls:
+            finish = "tool_calls"
+        match = lease.match
+        # The last prompt token is computed by the first decode step.
+        computed = match.tokens if tokens else lease.position
+        reply = Reply(
+            text=answer.text,
+            reasoning=answer.reasoning,
+            tool_calls=answer.calls,
+            tokens=tokens,
+            finish_reason=finish,
+            usage=Usage(
+                prompt_tokens=match.tokens,
+                cached_tokens=match.resume,
+                replayed_tokens=match.replay,
+                prefilled_tokens=computed - match.resume,
+                completion_tokens=len(tokens),
+            ),
+            timings=Timings(
+                match_ms=lease.match_ms,
+                restore_ms=lease.restore_ms,
+                prefill_ms=(prefilled - started) * 1e3,
+                ttft_ms=((first_token or prefilled) - began) * 1e3,
+            ),
+            logprobs=chosen if logprobs else None,
+            miss=match.reason,
+        )
+        yield Event(reply=reply)
+
+    def _prefill(self, lease: Lease) -> None:
+        """Everything but the last token, chunk by chunk; each is stored as soon as it is done."""
+        model, cache = self.session.model, self.session.cache
+        prompt = mx.array(lease.tokens)
+        self._progress(lease.position)
+        for cut in lease.cuts:
+            if self.cancel.is_set():
+                return
+            with mx.stream(generation_stream):
+                model(prompt[lease.position : cut.stop][None], cache=lease.caches)
+                mx.eval([c.state for c in lease.caches])
+            cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
+            self._progress(lease.position)
+
+    def _decode(
+        self, lease: Lease, sampler: Any, processors: list[Any]
+    ) -> Generator[tuple[int, mx.array], None, None]:
+        known = mx.array(lease.tokens[:-1])
+
+        def with_prompt(processor: Any) -> Any:
+            # mlx-lm shows processors what it prefilled itself: here only the last token.
+            return lambda tokens, logits: processor(mx.concatenate([known, tokens]), logits)
+
+        steps: Any = generate_step(
+            mx.array(lease.tokens[-1:]),
+            self.session.model,
+            max_tokens=self.max_tokens,
+            sampler=sampler,
+            logits_processors=[with_prompt(p) for p in processors],
+            prompt_cache=lease.caches,
+        )
+        return cast("Generator[tuple[int, mx.array], None, None]", steps)
+
+    def _commit_answer(self, lease: Lease, tokens: list[int]) -> None:
+        """mlx-lm has run the model on every token it gave out: the caches stand after the last."""
+        if tokens:
+            lease.extend(tokens)
+            self.session.cache.commit(
+                lease, len(lease.tokens), origin="decode", checkpoint="answer"
+            )
+
+    def _progress(self, done: int) -> None:
+        if self.on_prefill is not None:
+            self.on_prefill(done, len(self.prompt.tokens))
+
+
+def _last(events: Iterator[Event]) -> Reply:
+    reply = None
+    for event in events:
+        reply = event.reply or reply
+    if reply is None:
+        raise RuntimeError("the stream ended without a reply")
+    return reply

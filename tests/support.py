@@ -1,0 +1,127 @@
+"""Small builders and comparisons that the tests share."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rewarm.cache import Lease, Match, PrefixCache
+from rewarm.cache.payload import PackedState, Rows
+
+Logits = npt.NDArray[np.float32]
+Prompt = npt.NDArray[np.int32]
+
+CHUNK = 32
+
+
+def shared(path: str) -> Path:
+    """A file that lies beside the project; the test is skipped where it does not."""
+    root = Path(os.environ.get("REWARM_SHARED", Path(__file__).parents[2] / "shared"))
+    found = root / path
+    if not found.exists():
+        pytest.skip(f"{path} is not there: set REWARM_SHARED to the folder that holds it")
+    return found
+
+
+def prompt(length: int, seed: int = 0, vocabulary: int = 512) -> Prompt:
+    return np.random.default_rng(seed).integers(0, vocabulary, length).astype(np.int32)
+
+
+def joined(*parts: Prompt) -> Prompt:
+    return np.concatenate(parts)
+
+
+class Counted:
+    """A model that counts the tokens it is run on."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.computed = 0
+
+    def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
+        self.computed += tokens.size
+        result: mx.array = self._model(tokens, **options)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@dataclass
+class Ran:
+    logits: Logits
+    match: Match
+    tokens: list[int]
+
+
+def advance(model: Any, cache: PrefixCache, lease: Lease, cuts: int | None = None) -> None:
+    """Prefill the next chunks of a lease, and commit each."""
+    todo = [c for c in lease.cuts if c.stop > lease.position]
+    for cut in todo[:cuts]:
+        model(mx.array(lease.tokens[lease.position : cut.stop])[None], cache=lease.caches)
+        mx.eval([c.state for c in lease.caches])
+        cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
+
+
+def finish(model: Any, lease: Lease) -> Logits:
+    """The logits after the last prompt token."""
+    out = model(mx.array(lease.tokens[lease.position :])[None], cache=lease.caches)
+    return np.array(out[0, -1].astype(mx.float32))
+
+
+def run(model: Any, cache: PrefixCache, tokens: Prompt, *, decode: int = 0, **options: Any) -> Ran:
+    """Prefill a prompt, then decode greedily, and commit it all."""
+    with cache.acquire(tokens, room=decode, **options) as lease:
+        advance(model, cache, lease)
+        logits = finish(model, lease)
+        answer = [int(logits.argmax())]
+        for _ in range(decode):
+            step = model(mx.array(answer[-1:])[None], cache=lease.caches)
+            answer.append(int(np.array(step[0, -1].astype(mx.float32)).argmax()))
+        if decode:
+            # The caches stand after the last token that was fed.
+            lease.extend(answer[:decode])
+            cache.commit(lease, len(lease.tokens), origin="decode", checkpoint="answer")
+        return Ran(logits, lease.match, answer)
+
+
+def cold(model: Any, tokens: Prompt, *, decode: int = 0, like: PrefixCache, **options: Any) -> Ran:
+    """The same prompt on a cache that holds nothing."""
+    empty = PrefixCache(
+        model, memory="64MB", reuse=like.reuse, chunk=like.chunk, make_cache=like.blank
+    )
+    return run(model, empty, tokens, decode=decode, **options)
+
+
+def divergence(a: Logits, b: Logits) -> float:
+    """Kullback-Leibler, in double precision."""
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    x, y = (v - v.max() for v in (x, y))
+    p, q = (v - np.log(np.exp(v).sum()) for v in (x, y))
+    return float((np.exp(p) * (p - q)).sum())
+
+
+def held_bytes(cache: PrefixCache) -> dict[int, bytes]:
+    """The bytes of every payload in the tree, by the identity of the object that holds them."""
+    found = {}
+    for tree in cache._trees.values():
+        for node in tree.nodes():
+            for rows in (node.rows, node.window):
+                if isinstance(rows, Rows):
+                    for segment in rows.segments:
+                        found[id(segment)] = b"".join(_raw(a) for a in segment.arrays)
+            if node.checkpoint and isinstance(node.checkpoint.state, PackedState):
+                state = node.checkpoint.state
+                found[id(state)] = b"".join(_raw(a) for a in state.arrays)
+    return found
+
+
+def _raw(array: mx.array) -> bytes:
+    return np.array(array.view(mx.uint8)).tobytes()

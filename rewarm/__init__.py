@@ -1,14 +1,35 @@
 """Rewarm: work already done for a prompt is never done again, and a hit never changes an answer."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from rewarm.accel import blas
+
+if TYPE_CHECKING:
+    from rewarm.cache import Boundary, PrefixCache
+    from rewarm.errors import RewarmError
+    from rewarm.loading import load
+    from rewarm.session import Session
 
 # Before anything imports mlx: afterwards it is too late for another BLAS.
 blas.load()
 
-from rewarm.cache import Boundary, PrefixCache  # noqa: E402
-from rewarm.errors import RewarmError  # noqa: E402
-from rewarm.load import load  # noqa: E402
-from rewarm.session import Session  # noqa: E402
-
 __version__ = "0.1.0"
 __all__ = ["Boundary", "PrefixCache", "RewarmError", "Session", "__version__", "load"]
+
+_HOMES = {
+    "Boundary": "rewarm.cache",
+    "PrefixCache": "rewarm.cache",
+    "RewarmError": "rewarm.errors",
+    "Session": "rewarm.session",
+    "load": "rewarm.loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """mlx-lm takes seconds to import: only when something of it is used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rewarm' has no attribute {name!r}")
+    found = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = found
+    return found

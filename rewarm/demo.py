@@ -97,8 +97,8 @@ def show(turns: int, reuse: str) -> None:
     )
     session = Session(model, tiny_tokenizer(), cache)
     console.print(
-        "A tiny model with three recurrent layers and one of attention, random weights, and a chat\n"
-        "template that strips thinking. Every turn sends the whole history again.\n"
+        "A tiny model, three recurrent layers and one of attention, with random weights, and a\n"
+        "chat template that strips thinking. Every turn sends the whole history again.\n"
     )
     table = Table(
         "", "prompt", "cached", "again", "new", "first token", "", box=None, pad_edge=False

@@ -5,9 +5,9 @@ import os
 # Tests run beside each other: more threads than cores would only wait for one another.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import hypothesis  # noqa: E402
+import hypothesis
 
-import rewarm  # noqa: E402, F401  (loads the BLAS)
+import rewarm  # noqa: F401  (loads the BLAS)
 
 SOAK = os.environ.get("REWARM_SOAK") == "1"
 

@@ -42,9 +42,13 @@ SIZES: Config = {
     **_all(1.0, "embedding_multiplier key_multiplier attention_out_multiplier scale_depth"),
     **_all(1.0, "residual_multiplier lm_head_multiplier logits_scaling logit_scale scale_emb"),
     **_all(1.0, "ssm_in_multiplier ssm_out_multiplier output_multiplier"),
+    **_all(1.5, "block_ffn_dim_multiplier hidden_dim_scale_factor"),
     **_all(30.0, "final_logit_softcapping logits_soft_cap"),
     **_all(False, "attention_bias mlp_bias use_bias conv_bias tie_word_embeddings"),
     "query_pre_attn_scalar": 32.0,
+    "attention_multiplier": 32**-0.5,
+    "block_auto_adjust_ff_dim": False,
+    "block_multiple_of": 32,
     "partial_rotary_factor": 0.5,
     "rope_scaling": None,
     "use_qk_norm": True,
@@ -72,8 +76,14 @@ MLA: Config = {
     **_all(16, "qk_rope_head_dim"),
 }
 
-# Attention over the keys that an indexer picks: fewer than a test prompt has tokens.
-DSA: Config = {"index_n_heads": 8, "index_head_dim": 32, "index_topk": 64, "moe_layer_freq": 1}
+# Attention over the keys that an indexer picks, fewer than a prompt has tokens. Every pick is a
+# choice between scores that rounding can swap: few layers and few picks keep that rare.
+DSA: Config = {
+    **_all(32, "index_head_dim index_topk"),
+    "index_n_heads": 8,
+    "num_hidden_layers": 3,
+    "moe_layer_freq": 1,
+}
 
 # Ranks below the hidden size would make its attention pick few tokens.
 LONGCAT: Config = {
@@ -169,7 +179,7 @@ ARCHITECTURES: dict[str, Config] = {
     "minimax": _config("minimax", MOE),
     "deepseek_v3": _config("deepseek_v3", MOE, MLA),
     "minicpm3": _config("minicpm3", MLA, rope_scaling={}),
-    # As many caches as layers? Here layers share one, have none, or run twice.
+    # Layers that share K/V, have none, or run twice: caches and layers do not pair up.
     "hunyuan": _config(
         "hunyuan",
         MOE,
@@ -177,7 +187,7 @@ ARCHITECTURES: dict[str, Config] = {
         cla_share_factor=2,
         rope_scaling={"type": "dynamic", "factor": 1.0, "alpha": 1.0},
     ),
-    "afm7": _config("afm7", num_layers=5, num_kv_reuse_layers=2, hidden_dim_scale_factor=1.5),
+    "afm7": _config("afm7", num_layers=5, num_kv_reuse_layers=2),
     "nanbeige": _config("nanbeige", num_hidden_layers=2, num_loops=2),
     "iquestloopcoder": _config("iquestloopcoder", num_hidden_layers=3, loop_num=2),
     "nemotron-nas": _config(
@@ -199,7 +209,6 @@ ARCHITECTURES: dict[str, Config] = {
         *(MOE, MLA, DSA),
         **_all(40, "head_dim index_head_dim"),
         **_all(2, "o_groups hc_mult"),
-        index_topk=32,
         num_hidden_layers=5,
         compress_ratios=[0, 4, 4, 1, 1],
         kv_source_layer_ids=[1, 3],
@@ -214,7 +223,7 @@ ARCHITECTURES: dict[str, Config] = {
         _config(
             "minimax_m3_vl",
             *(MOE, DSA),
-            **_all([0, 1, 1, 1], "moe_layer_freq sparse_attention_freq"),
+            **_all([0, 1, 1], "moe_layer_freq sparse_attention_freq"),
             index_n_heads=2,
             index_block_size=16,
             index_topk_blocks=6,
@@ -243,9 +252,8 @@ ARCHITECTURES: dict[str, Config] = {
         _config(
             "gemma3n",
             layers="sfsfsf",
-            num_kv_shared_layers=2,
+            **_all(2, "num_kv_shared_layers altup_num_inputs"),
             activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0, 0.0, 0.0],
-            altup_num_inputs=2,
             altup_coef_clip=120.0,
             altup_correct_scale=True,
             altup_active_idx=0,
@@ -310,33 +318,19 @@ ARCHITECTURES: dict[str, Config] = {
         "jamba",
         *(MAMBA, MOE),
         **_all(1, "attn_layer_offset expert_layer_offset"),
-        **_all(2, "expert_layer_period"),
-        **_all(3, "attn_layer_period"),
+        attn_layer_period=3,
+        expert_layer_period=2,
     ),
-    "granitemoehybrid": _config(
-        "granitemoehybrid", MAMBA, MOE, layers="mmam", attention_multiplier=32**-0.5
-    ),
+    "granitemoehybrid": _config("granitemoehybrid", MAMBA, MOE, layers="mmam"),
     "plamo2": _config("plamo2", MAMBA, full_attention_idx=[]),
     "recurrent_gemma": _config(
         "recurrent_gemma", conv1d_width=4, block_types=["recurrent", "recurrent", "attention"]
     ),
-    "lfm2": _config(
-        "lfm2",
-        layers="cfcf",
-        block_multiple_of=32,
-        block_ffn_dim_multiplier=1.0,
-        block_auto_adjust_ff_dim=False,
-    ),
+    "lfm2": _config("lfm2", layers="cfcf"),
     "lfm2_moe": _config("lfm2_moe", MOE, layers="cfcf"),
     "gear": _config("gear", layers="xsfx"),
     # Recurrent state and attention in one layer.
-    "falcon_h1": _config(
-        "falcon_h1",
-        MAMBA,
-        num_hidden_layers=3,
-        mlp_multipliers=[1.0, 1.0],
-        ssm_multipliers=[1.0] * 5,
-    ),
+    "falcon_h1": _config("falcon_h1", MAMBA, mlp_multipliers=[1.0, 1.0], ssm_multipliers=[1.0] * 5),
     "baichuan_m1": _config("baichuan_m1", sliding_window_layers=[1, 3], conv_window=2),
 }
 
@@ -362,7 +356,7 @@ def tiny(name: str, seed: int = 0) -> nn.Module:
     return model
 
 
-# How fast recurrent layers forget: as initialised by mlx-lm, within a few tokens.
+# What sets how fast recurrent layers forget: as mlx-lm initialises it, within a few tokens.
 FORGETTING = ("dt_bias", "dt_proj.bias", "w_lora.lora.2.bias", "recurrent_param")
 # Gains that mlx-lm initialises with zeros.
 GAINS = ("g_norm.weight", "k_k", "k_a")
@@ -384,8 +378,7 @@ def _draw(path: str, initial: mx.array) -> mx.array:
         return 1 + 0.1 * noise
     if initial.ndim < 2:
         return initial + 0.1 * noise
-    fan_in = shape[-1] if shape[-1] > 1 else shape[-2]  # of a depthwise convolution: its taps
-    spread = (
-        2 if shape[0] == VOCABULARY else 1
-    )  # of the logits: near 0 every greedy choice is close
-    return noise * spread / fan_in**0.5
+    fan_in = shape[-1] if shape[-1] > 1 else shape[-2]  # the taps of a depthwise convolution
+    # Twice the spread for the logits: the further apart, the safer a greedy choice.
+    scale = 2 if shape[0] == VOCABULARY else 1
+    return noise * scale / fan_in**0.5

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
@@ -64,7 +66,10 @@ def floating_dtype(model: Any) -> str:
 
 
 def vocabulary_size(model: Any) -> int | None:
-    """How many tokens a model knows, where its arguments say so."""
+    """How many tokens a model knows: by its arguments, or else by its token embedding.
+
+    It matters: MLX does not check, and a token beyond the embedding reads foreign memory.
+    """
 
     def sizes(args: Any) -> Iterator[Any]:
         named = args if isinstance(args, dict) else getattr(args, "__dict__", {})
@@ -72,10 +77,12 @@ def vocabulary_size(model: Any) -> int | None:
         if "text_config" in named:
             yield from sizes(named["text_config"])
 
-    for size in sizes(getattr(model, "args", None)):
-        if isinstance(size, int) and size > 0:
-            return size
-    return None
+    for name in ("args", "config"):
+        for size in sizes(getattr(model, name, None)):
+            if isinstance(size, int) and size > 0:
+                return size
+    embeddings = [m for m in model.modules() if isinstance(m, (Embedding, QuantizedEmbedding))]
+    return max((int(m.weight.shape[0]) for m in embeddings), default=None)
 
 
 def cache_maker(

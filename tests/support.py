@@ -108,18 +108,18 @@ def divergence(a: Logits, b: Logits) -> float:
     return float((np.exp(p) * (p - q)).sum())
 
 
-def held_bytes(cache: PrefixCache) -> dict[int, bytes]:
-    """The bytes of every payload in the tree, by the identity of the object that holds them."""
+def held_bytes(cache: PrefixCache) -> dict[int, tuple[Any, bytes]]:
+    """Every payload in the tree with its bytes, by identity."""
     found = {}
     for tree in cache._trees.values():
         for node in tree.nodes():
             for rows in (node.rows, node.window):
                 if isinstance(rows, Rows):
                     for segment in rows.segments:
-                        found[id(segment)] = b"".join(_raw(a) for a in segment.arrays)
+                        found[id(segment)] = (segment, b"".join(_raw(a) for a in segment.arrays))
             if node.checkpoint and isinstance(node.checkpoint.state, PackedState):
                 state = node.checkpoint.state
-                found[id(state)] = b"".join(_raw(a) for a in state.arrays)
+                found[id(state)] = (state, b"".join(_raw(a) for a in state.arrays))
     return found
 
 

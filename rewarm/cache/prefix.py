@@ -347,6 +347,8 @@ class PrefixCache:
         with self._lock:
             pin.drop()
             self._pins.discard(pin)
+            # Where the budget was lowered meanwhile, what was leased can go now.
+            self._evictor.make_room(self._trees.values(), 0, 0, self._clock)
 
     def _drain(self) -> None:
         """Unpin what forgotten leases held."""

@@ -95,7 +95,9 @@ class Evictor:
             yield from self._leaf(tree, node, resume)
             checkpoint = node.checkpoint
             if checkpoint is not None:
-                if node.children and not checkpoint.pins and checkpoint.nbytes:
+                # A leaf that is not leased goes as a whole.
+                stays = node.children or node.pins
+                if stays and not checkpoint.pins and checkpoint.nbytes:
                     yield Item(
                         "checkpoint",
                         tree,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from rich.logging import RichHandler
 
 import rewarm
 from rewarm.accel import blas
+from rewarm.errors import RewarmError
 
 app = typer.Typer(
     add_completion=False,
@@ -74,4 +76,8 @@ def demo(
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    except RewarmError as error:
+        print(f"rewarm: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,231 @@
+"""The library way in, on a tiny hybrid model with a template that strips thinking."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+
+from rewarm import PrefixCache, Session
+from rewarm.demo import tiny_model, tiny_tokenizer
+
+from .support import Counted
+
+SYSTEM = {"role": "system", "content": "You keep the harbour. " * 6}
+
+
+def session_of(**options: Any) -> Session:
+    model = Counted(tiny_model())
+    cache = PrefixCache(model, **{"memory": "64MB", "chunk": 64, **options})
+    return Session(model, tiny_tokenizer(), cache)
+
+
+def chat_of(*questions: str) -> list[dict[str, Any]]:
+    messages = [SYSTEM]
+    for question in questions:
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": f"<think>Hm.</think>As to {question}: yes."},
+        ]
+    return messages[:-1]
+
+
+def computed(session: Session) -> int:
+    return int(session.model.computed)
+
+
+@pytest.mark.parametrize("reuse", ["fast", "exact"])
+def test_usage_is_what_was_counted_at_the_model_call(reuse: str) -> None:
+    session = session_of(reuse=reuse)
+    asked: list[str] = []
+    previous = 0
+    for turn in range(5):
+        asked.append(f"Question {turn}, and some more words?")
+        before = computed(session)
+        reply = session.chat(chat_of(*asked), max_tokens=7)
+        used = reply.usage
+        assert used.cached_tokens + used.prefilled_tokens == used.prompt_tokens
+        # Every token that is given out was also fed to the model.
+        assert computed(session) - before == used.prefilled_tokens + used.completion_tokens
+        assert used.completion_tokens == len(reply.tokens) <= 7
+        assert reply.finish_reason in ("length", "stop")
+        session.cache.verify()
+        if turn:
+            # All but this turn's own text; thinking is stripped, so the old answer is new too.
+            assert used.prefilled_tokens <= used.prompt_tokens - previous + 40
+        previous = used.prompt_tokens
+
+
+@pytest.mark.parametrize("reuse", ["fast", "exact"])
+def test_a_warm_chat_answers_as_a_cold_one(reuse: str) -> None:
+    session = session_of(reuse=reuse)
+    for questions in (["One?"], ["One?", "Two?"], ["One?", "Zwei?"], ["One?", "Two?", "Three?"]):
+        warm = session.chat(chat_of(*questions), max_tokens=12, logprobs=True)
+        fresh = session_of(reuse=reuse)
+        cold = fresh.chat(chat_of(*questions), max_tokens=12, logprobs=True)
+        assert warm.tokens == cold.tokens
+        assert warm.logprobs is not None
+        assert cold.logprobs is not None
+        assert np.allclose(warm.logprobs, cold.logprobs, atol=0 if reuse == "exact" else 1e-4)
+    assert session.cache.stats().hits == 3
+
+
+def test_greedy_tokens_and_logprobs_are_mlx_lms() -> None:
+    session = session_of()
+    tokens = list(range(1, 150))
+    reply = session.generate(tokens, max_tokens=8, logprobs=True)
+    steps = generate_step(mx.array(tokens), tiny_model(), max_tokens=8)
+    expected = [(int(token), float(logprobs[token])) for token, logprobs in steps]
+    assert reply.tokens == [token for token, _ in expected][: len(reply.tokens)]
+    assert reply.logprobs is not None
+    assert np.allclose(reply.logprobs, [p for _, p in expected][: len(reply.tokens)], atol=1e-4)
+
+
+def test_an_edited_question_resumes_before_it_and_a_repeat_at_its_end() -> None:
+    session = session_of()
+    session.chat(chat_of("One?", "Two?"), max_tokens=4)
+    edited = session.chat(chat_of("One?", "Something else?"), max_tokens=4)
+    text = session.tokenizer.apply_chat_template(
+        chat_of("One?", "Two?")[:-1], tokenize=False, add_generation_prompt=False
+    )
+    assert edited.usage.cached_tokens >= len(session.tokenizer.encode(text))
+    again = session.chat(chat_of("One?", "Something else?"), max_tokens=4)
+    assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
+    assert again.miss is None
+    assert again.tokens == edited.tokens
+
+
+def test_the_decoded_answer_is_reused_where_the_next_prompt_repeats_it() -> None:
+    session = session_of()
+    first = session.generate(list(range(1, 60)), max_tokens=10)
+    more = [*range(1, 60), *first.tokens, 5, 6, 7]
+    assert session.generate(more, max_tokens=1).usage.cached_tokens == 59 + len(first.tokens)
+
+
+def test_streamed_pieces_add_up_to_the_reply() -> None:
+    session = session_of()
+    events = list(session.stream(chat_of("One?"), max_tokens=20, temperature=1.0))
+    reply = events[-1].reply
+    assert reply is not None
+    assert [e.token for e in events[:-1]] == reply.tokens
+    assert "".join(e.text for e in events) == reply.text
+    assert "".join(e.reasoning for e in events) == reply.reasoning
+    assert reply.timings.ttft_ms >= reply.timings.prefill_ms > 0
+
+
+def test_thinking_is_told_apart_from_the_answer() -> None:
+    """The template opens the thinking, so the reply begins inside it."""
+    session = session_of()
+    reply = session.chat(chat_of("One?"), max_tokens=6)
+    assert reply.text == ""
+    assert reply.reasoning or reply.finish_reason == "stop"
+    plain = session.generate("no template here", max_tokens=6)
+    assert plain.reasoning == ""
+
+
+def test_progress_is_told_after_every_chunk() -> None:
+    session = session_of()
+    seen: list[tuple[int, int]] = []
+    reply = session.generate(
+        list(range(1, 200)), max_tokens=1, on_prefill=lambda *p: seen.append(p)
+    )
+    assert [done for done, _ in seen] == [0, 64, 128, 192, 198]
+    assert {total for _, total in seen} == {reply.usage.prompt_tokens}
+
+
+def test_cancelling_a_prefill_keeps_its_chunks() -> None:
+    session = session_of()
+    cancel = threading.Event()
+    tokens = list(range(1, 250))
+    reply = session.generate(
+        tokens, cancel=cancel, on_prefill=lambda done, _: cancel.set() if done >= 128 else None
+    )
+    assert reply.finish_reason == "cancelled"
+    assert (reply.tokens, reply.usage.prefilled_tokens) == ([], 128)
+    assert computed(session) == 128
+    assert session.cache.match(tokens).shared == 128
+    assert session.cache.stats().leases == 0
+
+
+@pytest.mark.parametrize("how", ["event", "close"])
+def test_cancelling_an_answer_stops_it_and_keeps_it(how: str) -> None:
+    session = session_of()
+    tokens = list(range(1, 100))
+    cancel = threading.Event()
+    stream = session.stream(tokens, max_tokens=200, cancel=cancel, temperature=1.0)
+    given = [next(stream).token for _ in range(5)]
+    if how == "event":
+        cancel.set()
+        rest = list(stream)
+        assert rest[-1].reply is not None
+        assert rest[-1].reply.finish_reason == "cancelled"
+    else:
+        stream.close()
+    assert session.cache.stats().leases == 0
+    assert session.cache.match([*tokens, *given, 1]).resume >= 99 + 5
+    session.cache.verify()
+
+
+def test_an_exception_in_a_callback_leaves_nothing_pinned() -> None:
+    session = session_of()
+
+    def fails(done: int, total: int) -> None:
+        if done:
+            raise RuntimeError("the caller's own")
+
+    with pytest.raises(RuntimeError, match="own"):
+        session.generate(list(range(1, 200)), on_prefill=fails)
+    assert session.cache.stats().leases == 0
+    assert session.generate(list(range(1, 200)), max_tokens=1).usage.cached_tokens == 0
+    assert session.generate(list(range(1, 200)), max_tokens=1).usage.cached_tokens == 198
+
+
+def test_stop_sequences_end_the_answer_and_are_not_part_of_it() -> None:
+    session = session_of()
+    free = session.generate("abc", max_tokens=30, temperature=0.0)
+    text = session.tokenizer.decode(free.tokens[2:3])
+    reply = session.generate("abc", max_tokens=30, stop=[text])
+    assert reply.finish_reason == "stop"
+    assert text not in reply.text
+    assert len(reply.tokens) <= 3
+
+
+def test_a_penalty_sees_the_whole_prompt_however_much_was_cached() -> None:
+    session = session_of()
+    tokens = list(range(1, 120))
+    options: dict[str, Any] = {"max_tokens": 6, "repetition_penalty": 3.0}
+    cold = session.generate(tokens, **options)
+    warm = session.generate(tokens, **options)
+    assert warm.usage.cached_tokens == 118
+    assert warm.tokens == cold.tokens
+    assert cold.tokens != session.generate(tokens, max_tokens=6).tokens
+
+
+def test_boundaries_are_stable_from_turn_to_turn() -> None:
+    """Or the grid of `exact` would move, and nothing could be reused."""
+    session = session_of()
+    render = session.renderer.render
+    short = render(chat_of("One?", "Two?"))
+    long = render(chat_of("One?", "Two?", "Three?"))
+    assert len(short.boundaries) == 4
+    kept = [b.position for b in short.boundaries]
+    assert [b.position for b in long.boundaries][: len(kept)] == kept
+    last = short.boundaries[-1].position
+    assert np.array_equal(short.tokens[:last], long.tokens[:last])
+    assert [b.kind for b in short.boundaries] == ["system", None, "turn", "user"]
+
+
+def test_templates_that_refuse_a_probe_lose_only_that_boundary() -> None:
+    session = session_of()
+    session.tokenizer._tokenizer.chat_template = (
+        "{%- for m in messages -%}{%- if m.role == 'assistant' -%}"
+        "{{ raise_exception('no answers here') }}{%- endif -%}"
+        "<|start|>{{ m.role }}\n{{ m.content }}<|end|>{%- endfor -%}<|start|>assistant\n"
+    )
+    rendered = session.renderer.render([SYSTEM, {"role": "user", "content": "Hm?"}])
+    assert [b.kind for b in rendered.boundaries] == ["system"]
+    assert session.chat([SYSTEM, {"role": "user", "content": "Hm?"}], max_tokens=2).tokens

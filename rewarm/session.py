@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import math
 import threading
 import time
-import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import (
-    TextStateMachine,
     generate_step,
     generation_stream,
     make_stop_sequences,
@@ -24,9 +22,10 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from rewarm.cache import Lease, PrefixCache
+from rewarm.cache.placement import Kind
 from rewarm.cache.tree import Tokens
 from rewarm.errors import InvalidOption, InvalidPrompt
-from rewarm.prompt import ChatRenderer, Message, Prompt
+from rewarm.prompt import Answer, ChatRenderer, Message, Prompt
 
 MOST_ROOM = 4096
 """Tokens of an answer that a restored cache has room for; a longer one grows by copying."""
@@ -77,62 +76,6 @@ class Event:
     reply: Reply | None = None
 
 
-@dataclass
-class _Answer:
-    """What has been generated so far, taken apart by mlx-lm's state machine."""
-
-    state: Any
-    tools: list[Any] | None
-    parse: Callable[[str, Any], Any] | None
-    text: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    _call: str = ""
-    _was: str = "normal"
-
-    def add(self, piece: str, *, last: bool, cut: bool) -> Event:
-        """`cut`: a stop sequence ended the answer, and what was held back belongs to it."""
-        self.state, segments = TextStateMachine.split(self.state, piece)
-        if last and not cut:
-            self.state, rest, name = TextStateMachine.flush(self.state)
-            segments.append((name, rest))
-        event_text = event_reasoning = ""
-        for name, part in segments:
-            if self._was == "tool" and name != "tool":
-                self._finish_call()
-            if name == "reasoning":
-                event_reasoning += part
-            elif name == "tool":
-                self._call += part
-            else:
-                event_text += part
-            self._was = name
-        if last and self._was == "tool":
-            self._finish_call()
-        self.text += event_text
-        self.reasoning += event_reasoning
-        return Event(text=event_text, reasoning=event_reasoning)
-
-    def _finish_call(self) -> None:
-        text, self._call = self._call, ""
-        if not text.strip():
-            return
-        try:
-            parsed = self.parse(text, self.tools) if self.parse is not None else json.loads(text)
-        except (ValueError, KeyError, TypeError, SyntaxError):
-            self.text += text  # not a call after all: nothing is lost
-            return
-        for call in parsed if isinstance(parsed, list) else [parsed]:
-            arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False)
-            self.calls.append(
-                {
-                    "id": call.get("id") or f"call_{uuid.uuid4().hex[:24]}",
-                    "type": "function",
-                    "function": {"name": call.get("name"), "arguments": arguments},
-                }
-            )
-
-
 class Session:
     """Generates with a model, and never computes a known prompt prefix again."""
 
@@ -166,7 +109,7 @@ class Session:
         top_k: int = 0,
         min_p: float = 0.0,
         repetition_penalty: float | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         logprobs: bool = False,
         salt: str | None = None,
         template: dict[str, Any] | None = None,
@@ -179,20 +122,23 @@ class Session:
         the prompt tokens done and in all after every chunk. To stop early, set `cancel` or close
         the iterator: what was computed stays in the cache.
         """
-        if max_tokens < 1:
-            raise InvalidOption(f"max_tokens={max_tokens!r}: give 1 or more")
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        _check_options(max_tokens, temperature, top_p, top_k, min_p, stops)
         sampler = make_sampler(temp=temperature, top_p=top_p, min_p=min_p, top_k=top_k)
-        processors = make_logits_processors(repetition_penalty=repetition_penalty)
+        try:
+            processors = make_logits_processors(repetition_penalty=repetition_penalty)
+        except ValueError as error:
+            raise InvalidOption(f"repetition_penalty={repetition_penalty!r}: {error}") from error
         ready = self._prompt(prompt, tools, template or {})
-        answer = _Answer(
-            make_text_state_machine(self.tokenizer, list(stop)).make_state(
+        answer = Answer(
+            make_text_state_machine(self.tokenizer, stops).make_state(
                 self._initial_state(ready.tokens)
             ),
             tools,
             self.tokenizer.tool_parser,
         )
         run = _Run(self, ready, max_tokens, salt, on_prefill, cancel or threading.Event())
-        return run.events(answer, sampler, processors, list(stop), logprobs)
+        return run.events(answer, sampler, processors, stops, logprobs)
 
     def _prompt(
         self, prompt: str | Sequence[Any] | Tokens, tools: Any, template: dict[str, Any]
@@ -202,8 +148,15 @@ class Session:
             special = bos is None or not prompt.startswith(bos)
             tokens = self.tokenizer.encode(prompt, add_special_tokens=special)
             return Prompt(np.asarray(tokens))
+        if not isinstance(prompt, (list, tuple, np.ndarray)):
+            raise InvalidPrompt(
+                f"a prompt is a text, tokens, or messages, not a {type(prompt).__name__}"
+            )
         if len(prompt) and isinstance(prompt[0], dict):
-            return self.renderer.render(cast("list[Message]", list(prompt)), tools, **template)
+            # The grid of `exact` stands on the boundaries of every turn.
+            every_turn = self.cache.reuse == "exact"
+            chat = cast("list[Message]", list(prompt))
+            return self.renderer.render(chat, tools, every_turn=every_turn, **template)
         if len(prompt) and isinstance(prompt[0], str):
             raise InvalidPrompt("a prompt is a text, tokens, or messages with role and content")
         return Prompt(np.asarray(prompt))
@@ -233,7 +186,7 @@ class _Run:
     cancel: threading.Event
 
     def events(
-        self, answer: _Answer, sampler: Any, processors: Any, stop: list[str], logprobs: bool
+        self, answer: Answer, sampler: Any, processors: Any, stop: list[str], logprobs: bool
     ) -> Iterator[Event]:
         began = time.perf_counter()
         cache, tokenizer = self.session.cache, self.session.tokenizer
@@ -251,34 +204,41 @@ class _Run:
             started = time.perf_counter()
             self._prefill(lease)
             prefilled = time.perf_counter()
-            if lease.position == len(self.prompt.tokens) - 1:
+            if lease.position == len(self.prompt.tokens) - 1 and not self.cancel.is_set():
                 matcher = make_stop_sequences(tokenizer, stop).matcher()
                 detokenizer = tokenizer.detokenizer
                 steps = self._decode(lease, sampler, processors)
+                # Where a step fails or is interrupted, the caches may be ahead of what it gave.
+                in_step = True
                 try:
                     for token, distribution in steps:
+                        in_step = False
                         if first_token is None:
                             first_token = time.perf_counter()
                         tokens.append(token)
                         if logprobs:
                             chosen.append(float(distribution[token]))
                         stopped = matcher.advance(token)
-                        last = stopped or len(tokens) == self.max_tokens
+                        last = stopped or len(tokens) >= self.max_tokens
                         ended = token in tokenizer.eos_token_ids
                         if not ended:
                             detokenizer.add_token(token)
                         if last:
                             detokenizer.finalize()
                             finish = "stop" if stopped else "length"
-                        step = answer.add(
+                        piece = answer.add(
                             detokenizer.last_segment, last=last, cut=stopped and not ended
                         )
-                        yield replace(step, token=token, logprob=chosen[-1] if chosen else None)
+                        yield Event(*piece, token, chosen[-1] if chosen else None)
                         if last or self.cancel.is_set():
                             break
+                        if self._window_is_full(len(tokens)):
+                            self._commit_answer(lease, tokens)
+                        in_step = True
                 finally:
                     steps.close()
-                    self._commit_answer(lease, tokens)
+                    if not in_step:
+                        self._commit_answer(lease, tokens, checkpoint="answer")
         if finish == "stop" and answer.calls:
             finish = "tool_calls"
         match = lease.match
@@ -312,15 +272,20 @@ class _Run:
         """Everything but the last token, chunk by chunk; each is stored as soon as it is done."""
         model, cache = self.session.model, self.session.cache
         prompt = mx.array(lease.tokens)
-        self._progress(lease.position)
+        self._progress(lease)
         for cut in lease.cuts:
             if self.cancel.is_set():
-                return
+                return self._keep(lease)
             with mx.stream(generation_stream):
                 model(prompt[lease.position : cut.stop][None], cache=lease.caches)
                 mx.eval([c.state for c in lease.caches])
             cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
-            self._progress(lease.position)
+            self._progress(lease)
+
+    def _keep(self, lease: Lease) -> None:
+        """The prefill ends here, too early: leave a checkpoint, or recurrent layers lose it all."""
+        if lease.position:
+            self.session.cache.commit(lease, lease.position, checkpoint="end")
 
     def _decode(
         self, lease: Lease, sampler: Any, processors: list[Any]
@@ -341,17 +306,45 @@ class _Run:
         )
         return cast("Generator[tuple[int, mx.array], None, None]", steps)
 
-    def _commit_answer(self, lease: Lease, tokens: list[int]) -> None:
-        """mlx-lm has run the model on every token it gave out: the caches stand after the last."""
-        if tokens:
-            lease.extend(tokens)
-            self.session.cache.commit(
-                lease, len(lease.tokens), origin="decode", checkpoint="answer"
-            )
+    def _window_is_full(self, decoded: int) -> bool:
+        """Whether the next step overwrites a row that was not stored yet."""
+        window = self.session.cache.layout.shortest_window
+        return bool(window) and decoded % max(window - 1, 1) == 0
 
-    def _progress(self, done: int) -> None:
-        if self.on_prefill is not None:
-            self.on_prefill(done, len(self.prompt.tokens))
+    def _commit_answer(
+        self, lease: Lease, tokens: list[int], checkpoint: Kind | None = None
+    ) -> None:
+        """mlx-lm has run the model on every token it gave out: the caches stand after the last."""
+        lease.extend(tokens[len(lease.tokens) - len(self.prompt.tokens) :])
+        self.session.cache.commit(lease, len(lease.tokens), origin="decode", checkpoint=checkpoint)
+
+    def _progress(self, lease: Lease) -> None:
+        if self.on_prefill is None:
+            return
+        try:
+            self.on_prefill(lease.position, len(self.prompt.tokens))
+        except BaseException:
+            self._keep(lease)
+            raise
+
+
+def _check_options(
+    max_tokens: int, temperature: float, top_p: float, top_k: int, min_p: float, stop: list[str]
+) -> None:
+    for name, whole, least in (("max_tokens", max_tokens, 1), ("top_k", top_k, 0)):
+        if not isinstance(whole, int) or whole < least:
+            raise InvalidOption(f"{name}={whole!r}: give a whole number, {least} or more")
+    for name, value, most in (
+        ("temperature", temperature, math.inf),
+        ("top_p", top_p, 1.0),
+        ("min_p", min_p, 1.0),
+    ):
+        if not isinstance(value, (int, float)) or not 0 <= value <= most:
+            limits = "0 or more" if most == math.inf else f"0 to {most:g}"
+            raise InvalidOption(f"{name}={value!r}: give a number, {limits}")
+    for text in stop:
+        if not isinstance(text, str) or not text:
+            raise InvalidOption(f"stop={text!r}: give texts that are not empty")
 
 
 def _last(events: Iterator[Event]) -> Reply:

@@ -37,6 +37,8 @@ from .support import CHUNK, prompt, run
         ([1.5, 2.0], "whole numbers"),
         ([[1, 2], [3, 4]], "flat"),
         (["a"], "whole numbers"),
+        ([[1, 2], [3]], "flat"),
+        (None, "flat"),
     ],
 )
 def test_a_prompt_that_no_model_can_run(tokens: Any, says: str) -> None:
@@ -151,8 +153,21 @@ def test_session_errors_name_what_is_wrong() -> None:
         session.generate("")
     with pytest.raises(InvalidPrompt, match="role and content"):
         session.generate(["a", "b"])
-    with pytest.raises(InvalidOption, match="max_tokens=0"):
-        session.generate("a", max_tokens=0)
+    for options, says in (
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"max_tokens": 1.5}, "max_tokens=1.5"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_p": 2}, "top_p=2"),
+        ({"stop": [""]}, "stop=''"),
+        ({"repetition_penalty": -1}, "repetition_penalty=-1"),
+    ):
+        with pytest.raises(InvalidOption, match=says):
+            session.generate("a", **options)
+    with pytest.raises(InvalidPrompt, match="NoneType"):
+        session.generate(None)
+    with pytest.raises(InvalidPrompt, match="refuses"):
+        session.chat([{"role": "user"}])
     with pytest.raises(InvalidOption, match="pocket"):
         rewarm.load("pocket")
     assert session.generate("a", max_tokens=1).tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -55,8 +56,8 @@ def test_the_tree_is_never_above_its_budget(name: str, budget: int, retention: o
     model = zoo.tiny(name)
     cache = PrefixCache(model, memory=budget, chunk=64, retention=retention)  # type: ignore[arg-type]
     vocabulary = zoo.vocabulary(name)
-    for i in range(12):
-        tokens = joined(prompt(60, i % 3, vocabulary), prompt(200, i, vocabulary))
+    for i in range(16):
+        tokens = joined(prompt(60, i % 3, vocabulary), prompt(300, i, vocabulary))
         with cache.acquire(tokens) as lease:
             for cut in lease.cuts:
                 model(mx.array(lease.tokens[lease.position : cut.stop])[None], cache=lease.caches)
@@ -65,6 +66,45 @@ def test_the_tree_is_never_above_its_budget(name: str, budget: int, retention: o
                 cache.verify()
                 assert cache.memory.held.total <= budget
     assert cache.stats().held > 0
+    if cache.layout.has_rows:
+        assert cache.stats().evictions
+
+
+@pytest.mark.parametrize("reuse", ["fast", "exact"])
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "recurrent_gemma"])
+def test_a_prompt_larger_than_the_budget_leaves_a_hybrid_something_to_resume(
+    name: str, reuse: Any
+) -> None:
+    model = zoo.tiny(name)
+    cache = PrefixCache(model, memory="1MB", chunk=64, reuse=reuse)
+    tokens = prompt(3000)
+    boundaries = [Boundary(200, "system")]
+    run(model, cache, tokens, boundaries=boundaries)
+    cache.verify()
+    fits = 1_000_000 * cache.stats().tokens // cache.memory.held.total
+    again = cache.match(tokens, boundaries=boundaries)
+    assert again.resume >= min(0.6 * fits, 2999)
+    assert cache.match(joined(tokens[:210], prompt(50, 1)), boundaries=boundaries).resume >= 192
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gear", "baichuan_m1"])
+@pytest.mark.parametrize("share", [0.4, 0.5, 0.6])
+def test_work_per_byte_keeps_windows_with_the_checkpoints_they_serve(
+    name: str, share: float
+) -> None:
+    """Half a checkpoint saves nothing."""
+    kept = []
+    for retention in (WorkPerByte(), LRU()):
+        model = zoo.tiny(name)
+        cache = PrefixCache(model, memory="64MB", chunk=64, retention=retention)
+        prompts = [prompt(300, i) for i in range(8)]
+        for tokens in prompts:
+            run(model, cache, tokens, boundaries=[Boundary(100, "system"), Boundary(280, "user")])
+        cache.memory.budget = int(cache.memory.held.total * share)
+        cache._evictor.make_room(cache._trees.values(), 0, 0, cache._clock)
+        cache.verify()
+        kept.append(sum(cache.match(tokens).resume for tokens in prompts))
+    assert kept[0] >= 0.95 * kept[1]
 
 
 def test_a_prompt_larger_than_the_budget_runs_and_the_prefix_that_fits_is_kept() -> None:
@@ -138,7 +178,7 @@ def test_only_what_a_hit_used_is_refreshed() -> None:
     run(model, cache, prompt(96))
     nodes = sorted((n for t in cache._trees.values() for n in t.nodes()), key=lambda n: n.start)
     run(model, cache, joined(prompt(96)[:40], prompt(5, 1)))
-    assert [n.hits for n in nodes if n.start < 40] == [1, 0] or nodes[0].hits == 1
+    assert nodes[0].hits == 1
     assert nodes[-1].hits == 0
 
 

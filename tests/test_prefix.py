@@ -13,7 +13,7 @@ import pytest
 from rewarm.cache import Boundary, PrefixCache
 from rewarm.cache.payload import Rows
 from rewarm.cache.placement import ChatPlacement, Point, Shape
-from rewarm.errors import BrokenInvariant
+from rewarm.errors import BrokenInvariant, InvalidOption
 
 from . import zoo
 from .support import (
@@ -114,12 +114,13 @@ def test_nothing_the_tree_holds_changes_while_requests_run(name: str) -> None:
     cache = cache_of(name)
     tokens = prompt(120)
     run(cache.model, cache, tokens, decode=4)
-    before = held_bytes(cache)
+    before = held_bytes(cache)  # keeps the payloads alive: no identity is used again
     for i in range(4):
         run(cache.model, cache, joined(tokens[: 30 * (i + 1)], prompt(20, i)), decode=40)
     after = held_bytes(cache)
-    assert before
-    for key in before.keys() & after.keys():
+    kept = before.keys() & after.keys()
+    assert kept
+    for key in kept:
         assert before[key] == after[key]
 
 
@@ -139,12 +140,12 @@ def test_two_leases_on_one_path_do_not_see_each_other() -> None:
 
 
 def test_decoded_spans_are_reused_in_fast_and_not_stored_in_exact() -> None:
-    for reuse, resume in (("fast", 105), ("exact", 96)):
+    for reuse, resume in (("fast", 106), ("exact", 96)):
         cache = cache_of(reuse=reuse)
         tokens = prompt(100)
         answer = run(cache.model, cache, tokens, decode=6).tokens[:6]
         more = joined(tokens, np.array(answer, dtype=np.int32), prompt(20, 3))
-        assert cache.match(more).resume == {"fast": 106, "exact": 96}[reuse], resume
+        assert cache.match(more).resume == resume
         origins = {n.origin for t in cache._trees.values() for n in t.nodes()}
         assert origins == ({"prefill", "decode"} if reuse == "fast" else {"prefill"})
 
@@ -174,6 +175,21 @@ def test_a_window_with_a_hole_resumes_before_it() -> None:
     got = run(cache.model, cache, joined(whole[:120], prompt(5, 1)))
     expected = cold(cache.model, joined(whole[:120], prompt(5, 1)), like=cache)
     assert divergence(expected.logits, got.logits) <= 1e-5
+    cache.verify()
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text", "llama4"])
+@pytest.mark.parametrize("tail", [1, 5, 20])
+def test_a_hole_in_a_window_heals_once_it_was_computed_again(name: str, tail: int) -> None:
+    cache = cache_of(name)
+    tokens = prompt(64)
+    answer = np.array(run(cache.model, cache, tokens, decode=100).tokens[:100], dtype=np.int32)
+    branch = joined(tokens, answer[:60], prompt(tail, 1))
+    run(cache.model, cache, branch)
+    again = run(cache.model, cache, branch)
+    assert again.match.resume == len(branch) - 1
+    expected = cold(cache.model, branch, like=cache)
+    assert divergence(expected.logits, again.logits) <= 1e-5
     cache.verify()
 
 
@@ -293,6 +309,55 @@ def test_what_is_leased_is_never_evicted(name: str) -> None:
     assert cache.stats().held == 0
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_request_goes_on_storing_after_another_split_its_node(name: str) -> None:
+    cache = cache_of(name, chunk=128)
+    tokens = prompt(120)
+    run(cache.model, cache, tokens)
+    mine = joined(tokens[:50], prompt(70, 1))
+    one = cache.acquire(mine)
+    assert one.position == 50
+    run(cache.model, cache, joined(tokens[:80], prompt(30, 2)))  # splits behind the lease
+    run(cache.model, cache, joined(tokens[:30], prompt(30, 3)))  # and before it
+    advance(cache.model, cache, one)
+    one.release()
+    cache.verify()
+    again = run(cache.model, cache, mine)
+    assert again.match.resume == 119
+    expected = cold(cache.model, mine, like=cache)
+    assert divergence(expected.logits, again.logits) <= 1e-5
+
+
+def test_caches_that_do_not_stand_at_the_position_are_not_stored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = cache_of()
+    tokens = prompt(200)
+    with cache.acquire(tokens) as lease, caplog.at_level(logging.CRITICAL, logger="rewarm"):
+        advance(cache.model, cache, lease, cuts=2)
+        cache.commit(lease, 128)  # computed up to 64 only
+    cache.verify()
+    assert cache.match(tokens).shared == 64
+
+
+def test_a_refused_boundary_leaves_no_lease_behind() -> None:
+    cache = cache_of()
+    with pytest.raises(InvalidOption, match="assistant"):
+        cache.acquire(prompt(50), boundaries=[Boundary(10, "assistant")])  # type: ignore[arg-type]
+    assert cache.stats().leases == 0
+
+
+def test_salts_that_stored_nothing_do_not_pile_up() -> None:
+    cache = cache_of()
+    kept = cache.acquire(prompt(10), salt="kept")
+    for i in range(500):
+        cache.acquire(prompt(10), salt=str(i)).release()
+    assert len(cache._trees) < 100
+    advance(cache.model, cache, kept)
+    kept.release()
+    assert cache.match(prompt(10), salt="kept").resume == 9
+
+
 def test_a_split_under_two_leases_keeps_both_pinned() -> None:
     cache = cache_of(chunk=128)
     tokens = prompt(120)
@@ -317,18 +382,21 @@ def test_a_payload_that_is_missing_or_of_another_form_costs_a_miss(
     cache = cache_of()
     tokens = prompt(100)
     expected = run(cache.model, cache, tokens)
-    nodes = [n for t in cache._trees.values() for n in t.nodes()]
-    rows = nodes[1].rows
-    assert isinstance(rows, Rows)
-    for broken in (
-        None,
-        Rows(rows.packing, rows.segments[:0] or (rows.segments[0].cut(rows.start, rows.stop - 3),)),
-    ):
-        nodes[1].rows = broken
+    for how in ("missing", "too short"):
+        nodes = [n for t in cache._trees.values() for n in t.nodes()]
+        rows = nodes[1].rows
+        assert isinstance(rows, Rows)
+        cut = rows.segments[0].cut(rows.start, rows.stop - 3)
+        cache.memory.count(nodes[1], -1)
+        nodes[1].rows = None if how == "missing" else Rows(rows.packing, (cut,))
+        cache.memory.count(nodes[1])
         with caplog.at_level(logging.CRITICAL, logger="rewarm"):
             got = run(cache.model, cache, tokens)
-        assert (got.match.resume, got.match.reason) == (0, "failed")
+        # The hit is as long as what can still be restored, and the tree heals.
+        assert got.match.resume == CHUNK
         assert np.array_equal(got.logits, expected.logits)
+        cache.verify()
+        assert run(cache.model, cache, tokens).match.resume == 99
 
 
 def test_an_error_while_storing_costs_a_miss_and_never_the_answer(

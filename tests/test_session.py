@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import TextStateMachine, generate_step
 
 from rewarm import PrefixCache, Session
 from rewarm.demo import tiny_model, tiny_tokenizer
+from rewarm.prompt import Answer
 
+from . import zoo
 from .support import Counted
 
 SYSTEM = {"role": "system", "content": "You keep the harbour. " * 6}
@@ -147,7 +150,7 @@ def test_cancelling_a_prefill_keeps_its_chunks() -> None:
     assert reply.finish_reason == "cancelled"
     assert (reply.tokens, reply.usage.prefilled_tokens) == ([], 128)
     assert computed(session) == 128
-    assert session.cache.match(tokens).shared == 128
+    assert session.cache.match(tokens).resume == 128
     assert session.cache.stats().leases == 0
 
 
@@ -180,7 +183,8 @@ def test_an_exception_in_a_callback_leaves_nothing_pinned() -> None:
     with pytest.raises(RuntimeError, match="own"):
         session.generate(list(range(1, 200)), on_prefill=fails)
     assert session.cache.stats().leases == 0
-    assert session.generate(list(range(1, 200)), max_tokens=1).usage.cached_tokens == 0
+    # One chunk was done, and is kept although the recurrent layers had no checkpoint due there.
+    assert session.generate(list(range(1, 200)), max_tokens=1).usage.cached_tokens == 64
     assert session.generate(list(range(1, 200)), max_tokens=1).usage.cached_tokens == 198
 
 
@@ -209,8 +213,8 @@ def test_boundaries_are_stable_from_turn_to_turn() -> None:
     """Or the grid of `exact` would move, and nothing could be reused."""
     session = session_of()
     render = session.renderer.render
-    short = render(chat_of("One?", "Two?"))
-    long = render(chat_of("One?", "Two?", "Three?"))
+    short = render(chat_of("One?", "Two?"), every_turn=True)
+    long = render(chat_of("One?", "Two?", "Three?"), every_turn=True)
     assert len(short.boundaries) == 4
     kept = [b.position for b in short.boundaries]
     assert [b.position for b in long.boundaries][: len(kept)] == kept
@@ -229,3 +233,67 @@ def test_templates_that_refuse_a_probe_lose_only_that_boundary() -> None:
     rendered = session.renderer.render([SYSTEM, {"role": "user", "content": "Hm?"}])
     assert [b.kind for b in rendered.boundaries] == ["system"]
     assert session.chat([SYSTEM, {"role": "user", "content": "Hm?"}], max_tokens=2).tokens
+
+
+def test_an_interrupted_step_stores_nothing_of_the_answer() -> None:
+    """Its caches may have seen a token that was never given out."""
+    session = session_of()
+    tokens = list(range(1, 100))
+    expected = session_of().generate(tokens, max_tokens=6).tokens
+    model = session.model
+    stops_at = 99 + 3
+
+    class Interrupted(Counted):
+        def __call__(self, inputs: mx.array, **options: Any) -> mx.array:
+            out = super().__call__(inputs, **options)
+            if self.computed == stops_at:
+                raise KeyboardInterrupt
+            return out
+
+    session.model = Interrupted(model._model)
+    with pytest.raises(KeyboardInterrupt):
+        session.generate(tokens, max_tokens=6)
+    session.model = model
+    assert session.cache.stats().leases == 0
+    session.cache.verify()
+    assert session.cache.match([*tokens, *expected]).shared == 98
+    assert session.generate(tokens, max_tokens=6).tokens == expected
+    longer = [*tokens, *expected, 7]
+    cold = session_of().generate(longer, max_tokens=4)
+    assert session.generate(longer, max_tokens=4).tokens == cold.tokens
+
+
+def test_a_long_answer_on_a_sliding_window_can_be_resumed_anywhere() -> None:
+    model = zoo.tiny("gpt_oss")
+    session = Session(model, tiny_tokenizer(), PrefixCache(model, memory="64MB", chunk=32))
+    reply = session.generate(list(range(1, 65)), max_tokens=120, temperature=0.0)
+    assert len(reply.tokens) > 64
+    whole = [*range(1, 65), *reply.tokens]
+    for at in (70, 110, len(whole) - 3):
+        other = (whole[at] + 1) % 512
+        assert session.cache.match([*whole[:at], other, other]).resume == at
+
+
+def test_a_stumbling_tool_parser_loses_no_text() -> None:
+    def stumbles(text: str, tools: Any) -> Any:
+        raise AttributeError("'NoneType' object has no attribute 'group'")
+
+    for parse in (stumbles, lambda text, tools: None, lambda text, tools: [1, 2]):
+        machine = TextStateMachine(
+            {"normal": [("<call>", "tool")], "tool": [("</call>", "normal")]}
+        )
+        answer = Answer(machine.make_state(), None, parse)
+        pieces = [answer.add(p, last=False, cut=False) for p in ("a<call>", "b c", "</call>d")]
+        pieces.append(answer.add("", last=True, cut=False))
+        assert answer.text == "ab cd" == "".join(p.text for p in pieces)
+        assert answer.calls == []
+
+
+def test_tool_calls_are_told_apart() -> None:
+    machine = TextStateMachine({"normal": [("<call>", "tool")], "tool": [("</call>", "normal")]})
+    answer = Answer(machine.make_state(), None, lambda text, tools: json.loads(text))
+    call = '{"name": "tide", "arguments": {"port": "Ö"}}'
+    answer.add(f"Let me see.<call>{call}", last=False, cut=False)
+    answer.add("</call>", last=True, cut=False)
+    assert answer.text == "Let me see."
+    assert [c["function"] for c in answer.calls] == [{"name": "tide", "arguments": '{"port": "Ö"}'}]

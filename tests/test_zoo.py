@@ -105,8 +105,10 @@ def check(model: Any, cache: PrefixCache, compare: Compare, *, decode: int) -> d
     assert cache.stats().evictions
     cache.memory.budget = 64_000_000
     for name, tokens in prompts.items():
-        compare(f"{name}, evicted", run(model, cache, tokens, decode=decode), expected[name])
+        got = run(model, cache, tokens, decode=decode)
+        compare(f"{name}, evicted", got, expected[name])
         cache.verify()
+    assert got.match.resume == 149, "what was evicted is stored again"
     return resumed
 
 

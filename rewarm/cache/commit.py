@@ -12,7 +12,7 @@ from .lease import Lease
 from .memory import MemoryTier
 from .placement import WEIGHTS, Kind
 from .retention import Evictor
-from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Origin, Tree, agreement
+from .tree import NODE_BYTES, WIDTH, Checkpoint, Origin, Tree, agreement
 
 SPARE_BUFFERS = 4
 """Reserved where the number is known only afterwards: a state takes one for each dtype."""
@@ -27,17 +27,25 @@ class Committer:
     evictor: Evictor
     trees: Collection[Tree]
 
-    def store(self, lease: Lease, stop: int, origin: Origin, now: int) -> None:
+    def commit(self, lease: Lease, stop: int, origin: Origin, kind: Kind | None, now: int) -> None:
+        if not self.layout.stands_at(lease.caches, stop):
+            raise LookupError(f"the running cache does not stand at {stop}")
+        lease.pin.up_to(lease.stored)
+        self._store(lease, stop, origin, now)
+        if kind is not None and not lease.full:
+            self._take_checkpoint(lease, stop, kind, now)
+        if self.layout.has_window and lease.stored == stop:
+            self._fill_windows(lease, stop, now)
+
+    def _store(self, lease: Lease, stop: int, origin: Origin, now: int) -> None:
         """Follow what the tree knows of the new tokens, then add a node for the rest."""
-        pin, first = lease.pin, lease.stored
+        pin = lease.pin
         while lease.stored < stop and not lease.full:
             node, at = pin.node, lease.stored
             if at < node.end:
                 known = node.key[(at - node.start) * WIDTH :]
                 lease.stored = at + agreement(known, lease.data[at * WIDTH : stop * WIDTH])
-                if lease.stored == node.end and first <= node.start:
-                    self._refill_window(lease, node, stop, now)
-                elif lease.stored < min(stop, node.end):
+                if lease.stored < min(stop, node.end):
                     self._split(lease, lease.stored, now)
             else:
                 child = lease.tree.child(node, lease.data, at, stop)
@@ -45,7 +53,7 @@ class Committer:
                     return self._grow(lease, stop, origin, now)
                 pin.down(child)
 
-    def take_checkpoint(self, lease: Lease, stop: int, kind: Kind, now: int) -> None:
+    def _take_checkpoint(self, lease: Lease, stop: int, kind: Kind, now: int) -> None:
         if not (self.layout.has_state or self.layout.has_window):
             return
         if stop < lease.pin.node.end and not self._split(lease, stop, now):
@@ -62,6 +70,8 @@ class Committer:
                 return
             state = self.layout.capture(lease.caches)
         self.memory.put_checkpoint(node, Checkpoint(kind, state, now))
+        if node.checkpoint is not None:
+            lease.pin.hold(node.checkpoint)
 
     def _grow(self, lease: Lease, stop: int, origin: Origin, now: int) -> None:
         """Add a leaf for the tokens from `lease.stored` to `stop`, or the part that fits."""
@@ -97,6 +107,19 @@ class Committer:
         self.memory.count(node)
         lease.pin.down(node)
         lease.stored = stop
+        if layout.has_state and self._is_last_that_fits(lease, cost(stop - start)[0]):
+            # Rows alone cannot be resumed from: end with a checkpoint while there is room.
+            self._take_checkpoint(lease, stop, "end", now)
+            lease.full = True
+
+    def _is_last_that_fits(self, lease: Lease, chunk_bytes: int) -> bool:
+        """Whether a request has filled the budget by itself: another chunk would leave no room
+        for a checkpoint after it."""
+        nodes = lease.pin.node.path()
+        own = sum(n.index_bytes + (n.rows.nbytes if n.rows else 0) for n in nodes)
+        own += sum(c.nbytes for c in lease.pin.checkpoints)
+        state = self.layout.state_bytes(lease.caches)
+        return own + chunk_bytes + 2 * state > self.memory.budget
 
     def _window_from(self, lease: Lease, start: int, stop: int, position: int) -> int:
         """The first row of a span whose window is worth storing and still there."""
@@ -108,18 +131,21 @@ class Committer:
             first = max(first, self.layout.reach(stop))
         return first
 
-    def _refill_window(self, lease: Lease, node: Node, position: int, now: int) -> None:
-        """Give a node its window rows again, now that they were computed anew."""
-        if not self.layout.has_window or node.window is not None:
-            return
-        first = self._window_from(lease, node.start, node.end, position)
-        if first >= node.end:
-            return
-        packing = self.layout.packing("window", lease.caches, first, node.end)
-        tokens = node.end - first
-        if self._make_room(packing.nbytes(tokens), packing.buffers(tokens), now):
-            window = self.layout.pack("window", lease.caches, first, node.end)
-            self.memory.put_window(node, window)
+    def _fill_windows(self, lease: Lease, position: int, now: int) -> None:
+        """Give the path the window rows that it lacks and the running cache still holds."""
+        held = self.layout.held(lease.caches, position)
+        for node in lease.pin.node.path():
+            if node.end <= held:
+                break
+            first = self._window_from(lease, node.start, node.end, position)
+            has = node.window.start if node.window is not None else node.end
+            if node.end > position or first >= has:
+                continue
+            packing = self.layout.packing("window", lease.caches, first, node.end)
+            tokens = node.end - first
+            if self._make_room(packing.nbytes(tokens), packing.buffers(tokens), now):
+                window = self.layout.pack("window", lease.caches, first, node.end)
+                self.memory.put_window(node, window)
 
     def _split(self, lease: Lease, at: int, now: int) -> bool:
         """Split the lease's deepest node; the lease then holds the upper half."""
@@ -129,11 +155,10 @@ class Committer:
             return False
         self.memory.count(node, -1)
         try:
-            upper = lease.tree.split(node, at)
-            self.memory.count(upper)
+            self.memory.count(lease.tree.split(node, at))
         finally:
             self.memory.count(node)
-        lease.pin.up(upper)
+        lease.pin.up_to(at)
         return True
 
     def _make_room(self, nbytes: int, buffers: int, now: int) -> bool:

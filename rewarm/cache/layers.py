@@ -118,6 +118,17 @@ class Rotating:
         cache._idx = rows[0].shape[2]
         return cache
 
+    def settle(self, cache: Any) -> None:
+        """Put the ring into the order that a restored one has.
+
+        A chunk of one token turns the ring, and a sum in another order has other bits.
+        """
+        if cache.keys is not None and cache._idx != cache.keys.shape[2]:
+            cache.keys, cache.values = (
+                cache._temporal_order(a) for a in (cache.keys, cache.values)
+            )
+            cache._idx = cache.keys.shape[2]
+
     def _length(self, cache: Any) -> int:
         """The rows in the ring, without the unused end of its buffer."""
         return min(int(cache.offset), int(cache.keys.shape[2]))

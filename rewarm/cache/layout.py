@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 
-from .layers import Group, SpanKind, StateKind, kind_of, leaves, replaced
+from .layers import Group, Rotating, SpanKind, StateKind, kind_of, leaves, replaced
 from .payload import PackedState, Packing, Rows, state_bytes, unpack
+
+SpanGroup = Literal["rows", "window"]
+SPAN_GROUPS: tuple[SpanGroup, ...] = ("rows", "window")
 
 
 class Layout:
@@ -61,11 +64,30 @@ class Layout:
         windows = [(found[i], k) for i, k in self._spans("window") if found[i].keys is not None]
         return max((k.held(cache, position) for cache, k in windows), default=0)
 
-    def packing(self, group: Group, caches: list[Any], start: int, stop: int) -> Packing:
+    @property
+    def shortest_window(self) -> int:
+        """After this many single steps the first of them begins to be overwritten."""
+        far = 1 << 40
+        return min((far - k.reach(far) for _, k in self._spans("window")), default=0)
+
+    def stands_at(self, caches: list[Any], position: int) -> bool:
+        """Whether a running cache has seen just this many tokens, as far as it can tell."""
+        found = leaves(caches)
+        spans = [found[i] for group in SPAN_GROUPS for i, _ in self._spans(group)]
+        return all(c.offset == position for c in spans if c.keys is not None)
+
+    def settle(self, caches: list[Any]) -> None:
+        """Bring a running cache into the form that it would have if it were restored here."""
+        found = leaves(caches)
+        for i, kind in self._spans("window"):
+            if isinstance(kind, Rotating):
+                kind.settle(found[i])
+
+    def packing(self, group: SpanGroup, caches: list[Any], start: int, stop: int) -> Packing:
         """How the rows of a span would be packed; copies nothing."""
         return Packing.of(self._read(group, caches, start, stop))
 
-    def pack(self, group: Group, caches: list[Any], start: int, stop: int) -> Rows:
+    def pack(self, group: SpanGroup, caches: list[Any], start: int, stop: int) -> Rows:
         layers = self._read(group, caches, start, stop)
         if any(a.shape[2] != stop - start for layer in layers for a in layer):
             raise LookupError(f"the running cache does not hold the rows {start} to {stop}")
@@ -110,7 +132,7 @@ class Layout:
     def _join(
         self,
         new: list[Any],
-        group: Group,
+        group: SpanGroup,
         pieces: Sequence[Rows],
         spans: list[tuple[int, int]],
         position: int,
@@ -128,10 +150,12 @@ class Layout:
             if packing.counts[at] and spans == _needed(kind, position):
                 new[i] = kind.load(new[i], unpacked.join(at, room), position)
 
-    def _spans(self, group: Group) -> list[tuple[int, SpanKind]]:
+    def _spans(self, group: SpanGroup) -> list[tuple[int, SpanKind]]:
         return [(i, cast(SpanKind, self.kinds[i])) for i in self.groups[group]]
 
-    def _read(self, group: Group, caches: list[Any], start: int, stop: int) -> list[list[mx.array]]:
+    def _read(
+        self, group: SpanGroup, caches: list[Any], start: int, stop: int
+    ) -> list[list[mx.array]]:
         found = leaves(caches)
         return [
             k.read(found[i], start, stop) if found[i].keys is not None else []

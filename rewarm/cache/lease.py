@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -46,17 +46,16 @@ class Cut(NamedTuple):
 
 @dataclass(eq=False)
 class Pin:
-    """Keeps a path, and the checkpoint that was restored, from being evicted."""
+    """Keeps a path, and the checkpoints it restored or took, from being evicted."""
 
+    tree: Tree
     node: Node
-    checkpoint: Checkpoint | None
+    checkpoints: list[Checkpoint] = field(default_factory=list)
     live: bool = True
 
     def take(self) -> None:
         for node in self.node.path():
             node.pins += 1
-        if self.checkpoint is not None:
-            self.checkpoint.pins += 1
 
     def drop(self) -> None:
         if not self.live:
@@ -64,17 +63,25 @@ class Pin:
         self.live = False
         for node in self.node.path():
             node.pins -= 1
-        if self.checkpoint is not None:
-            self.checkpoint.pins -= 1
+        for checkpoint in self.checkpoints:
+            checkpoint.pins -= 1
+
+    def hold(self, checkpoint: Checkpoint) -> None:
+        checkpoint.pins += 1
+        self.checkpoints.append(checkpoint)
 
     def down(self, child: Node) -> None:
         child.pins += 1
         self.node = child
 
-    def up(self, upper: Node) -> None:
-        """The node was split, and only its upper half is still in use here."""
-        self.node.pins -= 1
-        self.node = upper
+    def up_to(self, position: int) -> None:
+        """Hold no more than the path to `position`.
+
+        Another request may have split the node in the meantime: the lower half is not ours.
+        """
+        while self.node.parent is not None and self.node.start >= position:
+            self.node.pins -= 1
+            self.node = self.node.parent
 
 
 class Lease:

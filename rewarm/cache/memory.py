@@ -95,10 +95,6 @@ class MemoryTier:
             and self.held.buffers + buffers <= self.max_buffers
         )
 
-    @property
-    def free(self) -> int:
-        return max(self.budget - self.held.total, 0)
-
     def count(self, node: Node, sign: int = 1) -> None:
         """Take a node, with all it holds, into the account, or out of it."""
         held = self.held

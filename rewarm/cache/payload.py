@@ -8,7 +8,7 @@ array per row width and dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -121,6 +121,14 @@ class Rows:
 
     packing: Packing
     segments: tuple[Segment, ...]
+    nbytes: int = field(init=False)
+    buffers: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Asked for at every look for room, so worked out once.
+        arrays = [a for s in self.segments for a in s.arrays]
+        object.__setattr__(self, "nbytes", sum(allocated(a.nbytes) for a in arrays))
+        object.__setattr__(self, "buffers", len(arrays))
 
     @property
     def start(self) -> int:
@@ -129,14 +137,6 @@ class Rows:
     @property
     def stop(self) -> int:
         return self.segments[-1].stop
-
-    @property
-    def nbytes(self) -> int:
-        return sum(allocated(a.nbytes) for s in self.segments for a in s.arrays)
-
-    @property
-    def buffers(self) -> int:
-        return sum(len(s.arrays) for s in self.segments)
 
     def split(self, at: int) -> tuple[Rows | None, Rows | None]:
         """The rows before and from `at`. Only the segment that `at` falls into is copied."""

@@ -75,8 +75,9 @@ class ChatPlacement:
         taken: list[Point] = []
         for point in wanted:
             # The earlier of two near points serves both; replaying the few tokens between is cheap.
-            if shape.resume < point.position < shape.stop and (
-                not taken or point.position - taken[-1].position >= self.near
+            last = taken[-1].position if taken else shape.resume
+            if last < point.position < shape.stop and (
+                not last or point.position - last >= self.near
             ):
                 taken.append(point)
         if shape.stop > shape.resume:

@@ -26,7 +26,7 @@ from .memory import Held, MemoryTier, auto_size, most_buffers, parse_size
 from .model import MakeCaches, Namespace, cache_maker, fingerprint, vocabulary_size
 from .placement import WEIGHTS, Boundary, ChatPlacement, Kind, Placement, Shape
 from .retention import Evictor, Retention, WorkPerByte
-from .tree import ChunkTree, Origin, Tokens, Tree, encode
+from .tree import ChunkTree, Node, Origin, Tokens, Tree, encode
 from .verify import verify
 
 log = logging.getLogger("rewarm")
@@ -102,6 +102,7 @@ class PrefixCache:
         )
         self._vocabulary = vocabulary_size(model) or 1 << 31
         self._trees: dict[Namespace, Tree] = {}
+        self._most_trees = 16
         self._evictor = Evictor(
             retention or WorkPerByte(),
             self.memory,
@@ -145,14 +146,15 @@ class PrefixCache:
         with self._entered():
             began = time.perf_counter()
             self._clock += 1
-            tree = self._trees.setdefault(self._namespace.salted(salt), self._new_tree())
+            tree = self._tree(salt)
             own_cuts = self._grid(prompt, boundaries)
             found = self._find(tree, prompt, own_cuts)
             matched = time.perf_counter()
-            found, caches = self._restored(found, tree, len(prompt) - found.at + room)
+            found, caches = self._restored(found, tree, prompt, own_cuts, room)
             restored = time.perf_counter()
-            pin = self._pinned(found)
             shape = Shape(len(prompt) - 1, found.at, found.junction, boundaries, marks)
+            cuts = self._cuts(shape, own_cuts)
+            pin = self._pinned(tree, found)
             return Lease(
                 self,
                 tree,
@@ -160,7 +162,7 @@ class PrefixCache:
                 caches,
                 found.match,
                 pin,
-                self._cuts(shape, own_cuts),
+                cuts,
                 self._dropped,
                 match_ms=(matched - began) * 1e3,
                 restore_ms=(restored - matched) * 1e3,
@@ -188,14 +190,14 @@ class PrefixCache:
         with self._lock:
             self._drain()
             lease.position = stop
+            if self.reuse == "exact" and origin == "prefill":
+                self.layout.settle(lease.caches)
             if lease.full or not lease.pin.live or not self.layout.reusable:
                 return
             if origin == "decode" and self.reuse == "exact":
                 return  # decoded state has other bits than a prefill of the same tokens
             try:
-                self._committer.store(lease, stop, origin, self._clock)
-                if checkpoint is not None and not lease.full:
-                    self._committer.take_checkpoint(lease, stop, checkpoint, self._clock)
+                self._committer.commit(lease, stop, origin, checkpoint, self._clock)
             except Exception:
                 lease.full = True
                 log.exception("a part of a prompt could not be stored; it will be computed again")
@@ -260,29 +262,48 @@ class PrefixCache:
     def _find(self, tree: Tree, prompt: Tokens, cuts: list[int]) -> Found:
         return find(self.layout, tree, encode(prompt), len(prompt), cuts)
 
-    def _restored(self, found: Found, tree: Tree, room: int) -> tuple[Found, list[Any]]:
-        """The caches of a match; where they cannot be built after all, a cold start."""
-        if not found.at:
-            return found, self.blank()
-        try:
-            caches = restore(self.layout, self.blank(), found, room)
-            mx.eval([getattr(c, "state", None) for c in caches])
-            return found, caches
-        except Exception:
-            log.exception("a stored prefix could not be restored; it is computed again")
-            cold = replace(found.match, resume=0, reason="failed", tier=None)
-            return replace(found, match=cold, node=tree.root), self.blank()
+    def _restored(
+        self, found: Found, tree: Tree, prompt: Tokens, cuts: list[int], room: int
+    ) -> tuple[Found, list[Any]]:
+        """The caches of a match. What cannot be restored after all is dropped: a shorter hit."""
+        while found.at:
+            try:
+                left = len(prompt) - found.at
+                caches = restore(self.layout, self.blank(), found, left + room)
+                mx.eval([getattr(c, "state", None) for c in caches])
+                return found, caches
+            except Exception:
+                log.exception("a stored prefix could not be restored; it is computed again")
+                if self._discard(tree, found.node):
+                    found = self._find(tree, prompt, cuts)
+                else:
+                    cold = replace(found.match, resume=0, reason="failed", tier=None)
+                    found = replace(found, match=cold, node=tree.root)
+        return found, self.blank()
 
-    def _pinned(self, found: Found) -> Pin:
+    def _discard(self, tree: Tree, node: Node) -> bool:
+        """Remove a node and all below it, unless somebody holds it."""
+        below = [node]
+        for each in below:
+            below.extend(each.children.values())
+        if any(n.pins or (n.checkpoint and n.checkpoint.pins) for n in below):
+            return False
+        for each in reversed(below):
+            self.memory.count(each, -1)
+            tree.remove(each)
+        return True
+
+    def _pinned(self, tree: Tree, found: Found) -> Pin:
         """Pin a match's path, and refresh what it really used and nothing else."""
-        used = found.node.checkpoint if self.layout.has_state and found.at else None
-        pin = Pin(found.node, used)
+        pin = Pin(tree, found.node)
         pin.take()
         self._pins.add(pin)
         for node in found.node.path():
             node.hits += 1
             node.last_used = self._clock
-        if used is not None:
+        used = found.node.checkpoint
+        if used is not None and found.at == found.node.end:
+            pin.hold(used)
             used.hits += 1
             used.last_used = self._clock
         if found.at:
@@ -299,6 +320,11 @@ class PrefixCache:
 
     def _cuts(self, shape: Shape, own_cuts: list[int]) -> list[Cut]:
         """Where prefill stops, and what is taken there."""
+        for boundary in shape.boundaries:
+            if boundary.kind is not None and boundary.kind not in WEIGHTS:
+                raise InvalidOption(
+                    f"boundary kind {boundary.kind!r} is unknown: give one of {', '.join(WEIGHTS)}"
+                )
         points = self.placement.points(shape)
         kinds: dict[int, Kind] = {}
         if self.reuse == "fast":
@@ -317,7 +343,10 @@ class PrefixCache:
         return [Cut(stop, kinds.get(stop)) for stop in stops]
 
     def _checked(self, tokens: Sequence[int] | npt.NDArray[Any]) -> Tokens:
-        given = np.asarray(tokens)
+        try:
+            given = np.asarray(tokens)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise InvalidPrompt(f"a prompt is a flat sequence of whole numbers: {error}") from error
         if given.size == 0:
             raise InvalidPrompt("the prompt is empty: it needs at least one token")
         if given.ndim != 1 or given.dtype.kind not in "iu":
@@ -332,6 +361,17 @@ class PrefixCache:
                 f"(0 to {self._vocabulary - 1})"
             )
         return given.astype(np.int32)
+
+    def _tree(self, salt: str | None) -> Tree:
+        """The tree of a namespace. Empty ones are dropped now and then, or salts would pile up."""
+        namespace = self._namespace.salted(salt)
+        if namespace not in self._trees and len(self._trees) >= self._most_trees:
+            used = {id(pin.tree) for pin in self._pins}
+            for known, tree in list(self._trees.items()):
+                if not tree.root.children and id(tree) not in used:
+                    del self._trees[known]
+            self._most_trees = 2 * len(self._trees) + 16
+        return self._trees.setdefault(namespace, self._new_tree())
 
     def _new_tree(self) -> Tree:
         return Tree() if self.reuse == "fast" else ChunkTree()

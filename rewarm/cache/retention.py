@@ -5,15 +5,19 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from .memory import MemoryTier
 from .placement import WEIGHTS
-from .tree import Node, Tree
+from .tree import Checkpoint, Node, Payload, Tree
 
 UNMARKED_WINDOW = 0.05
 """How likely a window outside every checkpoint is asked for, against one inside."""
+
+
+SLACK = 128
+"""One part in this many of the budget is freed beyond what is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,58 +73,93 @@ class Evictor:
             return True
         if nbytes > memory.budget or buffers > memory.max_buffers:
             return False
-        # One scan is shared by the next few calls: go a little further than asked.
-        slack = memory.budget // 128
+        # One look at everything serves the next few calls too: go a little further than asked.
+        nbytes_wanted = nbytes + memory.budget // SLACK
+        buffers_wanted = buffers + memory.max_buffers // SLACK
         queue = [
             (self.policy.score(item, now), i, item)
             for i, item in enumerate(item for tree in trees for item in self._items(tree))
         ]
         heapq.heapify(queue)
         order = len(queue)
-        while queue and not memory.fits(nbytes + slack, buffers):
+        while queue and not memory.fits(nbytes_wanted, buffers_wanted):
             _, _, item = heapq.heappop(queue)
             parent = item.node.parent
             if self._evict(item) and parent is not None and parent.parent is not None:
                 # A parent that became a leaf can go next.
-                for exposed in self._leaf(item.tree, parent, _resume_before(parent)):
+                resume = _resume_before(parent) if self.stateful else 0
+                for exposed in self._leaf(item.tree, parent, resume):
                     order += 1
                     heapq.heappush(queue, (self.policy.score(exposed, now), order, exposed))
         return memory.fits(nbytes, buffers)
 
     def _items(self, tree: Tree) -> Iterator[Item]:
-        marked = self._inside_windows(tree) if self.reach else set()
+        visited: list[tuple[Node, int]] = []
+        serves: dict[Node, Item] = {}
         stack = [(child, 0) for child in tree.root.children.values()]
         while stack:
             node, resume = stack.pop()
+            visited.append((node, resume))
+            if node.checkpoint is not None:
+                if self.reach:
+                    item = self._checkpoint(tree, node, node.checkpoint, resume)
+                    for above in self._windows_of(node) or ():
+                        best = serves.get(above)
+                        if best is None or item.weight * item.saves > best.weight * best.saves:
+                            serves[above] = item
+                resume = node.end
+            stack.extend((child, resume) for child in node.children.values())
+        for node, resume in visited:
             yield from self._leaf(tree, node, resume)
             checkpoint = node.checkpoint
-            if checkpoint is not None:
-                # A leaf that is not leased goes as a whole.
-                stays = node.children or node.pins
-                if stays and not checkpoint.pins and checkpoint.nbytes:
-                    yield Item(
-                        "checkpoint",
-                        tree,
-                        node,
-                        saves=node.end - resume,
-                        weight=WEIGHTS[checkpoint.kind],
-                        nbytes=checkpoint.nbytes,
-                        hits=checkpoint.hits,
-                        last_used=checkpoint.last_used,
-                    )
-                resume = node.end
+            # A leaf that is not leased goes as a whole.
+            stays = node.children or node.pins
+            if checkpoint is not None and checkpoint.nbytes and stays and not checkpoint.pins:
+                yield self._checkpoint(tree, node, checkpoint, resume)
             if node.window is not None and node.children and not node.pins:
-                yield Item(
-                    "window",
-                    tree,
-                    node,
-                    saves=min(self.reach, node.end),
-                    weight=1.0 if node in marked else UNMARKED_WINDOW,
-                    nbytes=node.window.nbytes,
-                    hits=node.hits,
-                    last_used=node.last_used,
-                )
-            stack.extend((child, resume) for child in node.children.values())
+                yield self._window(tree, node, node.window, serves.get(node))
+
+    def _checkpoint(self, tree: Tree, node: Node, checkpoint: Checkpoint, resume: int) -> Item:
+        """A checkpoint is worth its windows too, and nothing where one of them is gone."""
+        windows = self._windows_of(node)
+        return Item(
+            "checkpoint",
+            tree,
+            node,
+            saves=node.end - resume if windows is not None else 0,
+            weight=WEIGHTS[checkpoint.kind],
+            nbytes=checkpoint.nbytes + sum(n.window.nbytes for n in windows or () if n.window),
+            hits=checkpoint.hits,
+            last_used=checkpoint.last_used,
+        )
+
+    def _window(self, tree: Tree, node: Node, window: Payload, served: Item | None) -> Item:
+        """A window is worth the best checkpoint that needs it; outside all of them, little."""
+        if served is not None:
+            return replace(served, what="window", node=node)
+        return Item(
+            "window",
+            tree,
+            node,
+            saves=min(self.reach, node.end),
+            weight=UNMARKED_WINDOW,
+            nbytes=window.nbytes,
+            hits=node.hits,
+            last_used=node.last_used,
+        )
+
+    def _windows_of(self, node: Node) -> list[Node] | None:
+        """The nodes whose windows the end of a node needs; None where one is missing."""
+        found: list[Node] = []
+        if self.reach:
+            first = max(node.end - self.reach, 0)
+            for above in node.path():
+                if above.end <= first:
+                    break
+                if above.window is None or above.window.start > max(above.start, first):
+                    return None
+                found.append(above)
+        return found
 
     def _leaf(self, tree: Tree, node: Node, resume: int) -> Iterator[Item]:
         checkpoint = node.checkpoint
@@ -142,17 +181,6 @@ class Evictor:
             hits=max(node.hits, checkpoint.hits if checkpoint is not None else 0),
             last_used=max(node.last_used, checkpoint.last_used if checkpoint is not None else 0),
         )
-
-    def _inside_windows(self, tree: Tree) -> set[Node]:
-        marked: set[Node] = set()
-        for node in tree.nodes():
-            if node.checkpoint is None:
-                continue
-            for above in node.path():
-                if above.end <= node.end - self.reach:
-                    break
-                marked.add(above)
-        return marked
 
     def _evict(self, item: Item) -> bool:
         """Whether a leaf went. Items may have been overtaken by an eviction before them."""

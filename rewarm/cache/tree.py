@@ -217,7 +217,8 @@ class ChunkTree(Tree):
         rest = data[node.end * WIDTH :]
         # Beyond the last whole chunk nothing can be reused; how far the tokens agree is still
         # worth knowing.
-        beyond = max((agreement(c.key, rest) for c in node.children.values()), default=0)
+        alike = (key for key in node.children if key[:WIDTH] == rest[:WIDTH])
+        beyond = max((agreement(key, rest) for key in alike), default=0)
         return Walk(node, node.end + beyond)
 
     def child(self, node: Node, data: bytes, at: int, stop: int) -> Node | None:

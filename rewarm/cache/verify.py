@@ -18,7 +18,7 @@ def verify(
     trees: Collection[Tree], memory: MemoryTier, pins: Collection[Pin], layout: Layout
 ) -> None:
     expected = Counter(node for pin in pins if pin.live for node in pin.node.path())
-    checkpoints = Counter(id(pin.checkpoint) for pin in pins if pin.live and pin.checkpoint)
+    checkpoints = Counter(id(c) for pin in pins if pin.live for c in pin.checkpoints)
     account = MemoryTier(memory.budget, memory.max_buffers)
     for tree in trees:
         _check(tree.root.parent is None and not tree.root.key, "the root is not empty", tree.root)

@@ -1,5 +1,6 @@
-"""Chat to tokens and boundaries."""
+"""Chat to tokens and boundaries; generated text to messages."""
 
+from .answer import Answer
 from .chat import ChatRenderer, Message, Prompt
 
-__all__ = ["ChatRenderer", "Message", "Prompt"]
+__all__ = ["Answer", "ChatRenderer", "Message", "Prompt"]

@@ -45,55 +45,64 @@ class ChatRenderer:
         self._ends: dict[bytes, int | None] = {}
 
     def render(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, **options: Any
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        *,
+        every_turn: bool = False,
+        **options: Any,
     ) -> Prompt:
+        """The prompt of a chat. `every_turn` finds the ends of all earlier user messages too, which
+        the grid of `exact` needs, at a few renders for each that is new.
+        """
         if not messages:
             raise InvalidPrompt("the chat is empty: it needs at least one message")
         if not getattr(self.tokenizer, "has_chat_template", True):
             raise InvalidPrompt("this model has no chat template: give text or tokens instead")
         chat = list(messages)
-        tokens = self._tokens(chat, tools, options)
+        try:
+            tokens = self._tokens(chat, tools, options)
+        except Exception as error:
+            raise InvalidPrompt(f"the chat template refuses these messages: {error}") from error
         boundaries = []
-        for position, kind in self._ends_of(chat, tools, options).items():
+        for position, kind in self._ends_of(chat, tools, options, every_turn).items():
             if 0 < position < len(tokens):
                 boundaries.append(Boundary(position, kind))
         return Prompt(tokens, tuple(sorted(boundaries, key=lambda b: b.position)))
 
     def _ends_of(
-        self, chat: list[Message], tools: list[Any] | None, options: dict[str, Any]
+        self,
+        chat: list[Message],
+        tools: list[Any] | None,
+        options: dict[str, Any],
+        every_turn: bool,
     ) -> dict[int, Kind | None]:
         """Positions where messages end, by a rule that gives the same ones in every later turn."""
         users = [i for i, m in enumerate(chat) if m.get("role") == "user"]
         system = next((i for i, m in enumerate(chat) if not _is_system(m)), len(chat))
         ends: dict[int, Kind | None] = {}
-        for i in users[1:]:
-            # Parallel requests, forks and edits part before a user message.
-            self._add(ends, chat[:i], False, "turn" if i == users[-1] else None, tools, options)
-        for i in users:
-            # What follows a user message is an answer now and the history of one later.
-            self._add(ends, chat[: i + 1], True, "user" if i == users[-1] else None, tools, options)
-        if system:
-            self._add(ends, chat[:system], False, "system", tools, options)
-        return ends
+        digests = _digests(chat, [tools, options])
 
-    def _add(
-        self,
-        ends: dict[int, Kind | None],
-        chat: list[Message],
-        answered: bool,
-        kind: Kind | None,
-        tools: list[Any] | None,
-        options: dict[str, Any],
-    ) -> None:
-        described = json.dumps([chat, answered, tools, options], default=str, sort_keys=True)
-        key = hashlib.blake2b(described.encode(), digest_size=16).digest()
-        if key not in self._ends:
-            if len(self._ends) >= REMEMBERED:
-                self._ends.clear()
-            self._ends[key] = self._common(chat, answered, tools, options)
-        position = self._ends[key]
-        if position is not None:
-            ends[position] = kind or ends.get(position)
+        def add(upto: int, kind: Kind | None, *, answered: bool) -> None:
+            key = digests[upto] + bytes([answered])
+            if key not in self._ends:
+                if len(self._ends) >= REMEMBERED:
+                    self._ends.clear()
+                self._ends[key] = self._common(chat[:upto], answered, tools, options)
+            position = self._ends[key]
+            if position is not None:
+                ends[position] = kind or ends.get(position)
+
+        for i in users if every_turn else users[-1:]:
+            last = i == users[-1]
+            # Parallel requests, forks and edits part before a user message.
+            if i > system:
+                add(i, "turn" if last else None, answered=False)
+            # What follows a user message is an answer now and the history of one later.
+            add(i + 1, "user" if last else None, answered=True)
+        # Tools, or a template's own words, may come before the chat even without a system message.
+        add(system, "system", answered=False)
+        return ends
 
     def _common(
         self, chat: list[Message], answered: bool, tools: list[Any] | None, options: dict[str, Any]
@@ -109,7 +118,8 @@ class ChatRenderer:
                 renders = [self._tokens([*chat, q], tools, options) for q in QUESTIONS]
         except Exception:
             return None  # the template refuses this order of roles
-        shortest = min(len(r) for r in renders)
+        # Never all of a prompt: its last token is left to the first decode step, in every turn.
+        shortest = min(len(r) for r in renders) - 1
         same = np.all([r[:shortest] == renders[0][:shortest] for r in renders], axis=0)
         return int(np.argmin(same)) if not same.all() else shortest
 
@@ -120,6 +130,16 @@ class ChatRenderer:
             chat, tools=tools, add_generation_prompt=True, tokenize=True, **options
         )
         return np.asarray(tokens, dtype=np.int32)
+
+
+def _digests(chat: list[Message], context: Any) -> list[bytes]:
+    """A digest of the first 0, 1, 2, ... messages, each message read once."""
+    digest = hashlib.blake2b(json.dumps(context, default=str).encode(), digest_size=16)
+    digests = [digest.digest()]
+    for message in chat:
+        digest.update(json.dumps(message, default=str).encode())
+        digests.append(digest.digest())
+    return digests
 
 
 def _is_system(message: Message) -> bool:

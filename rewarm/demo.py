@@ -97,8 +97,8 @@ def show(turns: int, reuse: str) -> None:
     )
     session = Session(model, tiny_tokenizer(), cache)
     console.print(
-        "A tiny model, three recurrent layers and one of attention, with random weights, and a\n"
-        "chat template that strips thinking. Every turn sends the whole history again.\n"
+        "A tiny model with recurrent layers and attention, random weights, and a template\n"
+        "that strips thinking. Every turn sends the whole history again.\n"
     )
     table = Table(
         "", "prompt", "cached", "again", "new", "first token", "", box=None, pad_edge=False
@@ -127,9 +127,8 @@ def _row(table: Table, name: str, reply: Reply) -> None:
     cells = 24
     cached = round(cells * used.cached_tokens / used.prompt_tokens)
     again = round(cells * used.replayed_tokens / used.prompt_tokens)
-    bar = (
-        f"[green]{'█' * cached}[/][yellow]{'█' * again}[/][red]{'█' * (cells - cached - again)}[/]"
-    )
+    rest = cells - cached - again
+    bar = f"[green]{'█' * cached}[/][yellow]{'▒' * again}[/][red]{'░' * rest}[/]"
     table.add_row(
         name,
         f"{used.prompt_tokens:,}",

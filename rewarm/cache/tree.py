@@ -136,16 +136,17 @@ class Tree:
         self.root = Node(parent=None, start=0, key=b"")
 
     def walk(self, data: bytes, cuts: Sequence[int] = ()) -> Walk:
-        node, at, size = self.root, 0, len(data)
+        # The hot loop of every match: what can be looked up once is.
+        node, at, size, width, goes_on_with = self.root, 0, len(data), WIDTH, data.startswith
         while at < size:
-            child = node.children.get(data[at : at + WIDTH])
+            child = node.children.get(data[at : at + width])
             if child is None:
                 break
-            node = child
-            if not data.startswith(node.key, at):
-                return Walk(node, at // WIDTH + agreement(node.key, data[at : at + len(node.key)]))
-            at += len(node.key)
-        return Walk(node, at // WIDTH)
+            node, key = child, child.key
+            if not goes_on_with(key, at):
+                return Walk(node, at // width + agreement(key, data[at : at + len(key)]))
+            at += len(key)
+        return Walk(node, at // width)
 
     def child(self, node: Node, data: bytes, at: int, stop: int) -> Node | None:
         """The child that goes on with `data` at token `at`."""

@@ -79,6 +79,8 @@ class Node:
     key: bytes
     origin: Origin = "prefill"
     children: dict[bytes, Node] = field(default_factory=dict)
+    only: Node | None = None
+    """The child, where there is just one: long paths are walked without a dictionary."""
     rows: Payload | None = None
     window: Payload | None = None
     checkpoint: Checkpoint | None = None
@@ -127,6 +129,11 @@ def agreement(a: bytes, b: bytes) -> int:
     return int(different[0]) if different.size else n
 
 
+def _note_only_child(node: Node | None) -> None:
+    if node is not None:
+        node.only = next(iter(node.children.values())) if len(node.children) == 1 else None
+
+
 class Tree:
     """The radix tree of one namespace. No two children of a node begin with the same token."""
 
@@ -139,6 +146,11 @@ class Tree:
         # The hot loop of every match: what can be looked up once is.
         node, at, size, width, goes_on_with = self.root, 0, len(data), WIDTH, data.startswith
         while at < size:
+            child = node.only
+            if child is not None and goes_on_with(child.key, at):
+                node = child
+                at += len(child.key)
+                continue
             child = node.children.get(data[at : at + width])
             if child is None:
                 break
@@ -155,6 +167,7 @@ class Tree:
     def add(self, parent: Node, key: bytes, origin: Origin) -> Node:
         node = Node(parent=parent, start=parent.end, key=key, origin=origin)
         parent.children[self._edge(key)] = node
+        _note_only_child(parent)
         return node
 
     def split(self, node: Node, at: int) -> Node:
@@ -183,12 +196,15 @@ class Tree:
         node.parent, node.start, node.key = upper, at, node.key[cut:]
         node.rows, node.window = lower_rows, lower_window
         upper.children[self._edge(node.key)] = node
+        _note_only_child(upper)
+        _note_only_child(upper.parent)
         return upper
 
     def remove(self, leaf: Node) -> None:
         if leaf.children or leaf.parent is None:
             raise ValueError("only a leaf can be removed")
         del leaf.parent.children[self._edge(leaf.key)]
+        _note_only_child(leaf.parent)
         leaf.parent = None
 
     def nodes(self) -> Iterator[Node]:

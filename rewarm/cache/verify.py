@@ -42,6 +42,8 @@ def verify(
 
 
 def _check_children(tree: Tree, node: Node) -> None:
+    only = next(iter(node.children.values())) if len(node.children) == 1 else None
+    _check(node.only is only, "another only child", node)
     for edge, child in node.children.items():
         _check(child.parent is node, "a child with another parent", child)
         _check(child.start == node.end, f"starts after a node that ends at {node.end}", child)

@@ -174,6 +174,18 @@ def test_exact_resumes_a_chat_at_its_durable_boundaries(name: str) -> None:
     assert got.match.resume == 83
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text", "recurrent_gemma", "llama, kept rows"])
+def test_exact_keeps_its_bits_over_a_chunk_of_one_token(name: str) -> None:
+    """Such a chunk turns a window's ring in place; a sum in another order has other bits."""
+    model, options = build(name)
+    cache = PrefixCache(model, memory="64MB", reuse="exact", chunk=CHUNK, **options)
+    for length in (3 * CHUNK + 2, 4 * CHUNK + 2):  # one token after the last cut, and the last
+        tokens = prompt(length, 1)
+        first, again = run(model, cache, tokens), run(model, cache, tokens)
+        assert again.match.resume == length - 1
+        assert np.array_equal(first.logits, again.logits)
+
+
 def test_the_zoo_holds_what_it_must() -> None:
     assert set(zoo.ARCHITECTURES) >= REQUIRED
     assert len(zoo.ARCHITECTURES) >= 30

@@ -43,7 +43,8 @@ def parse_size(size: int | str, option: str = "memory") -> int:
 def auto_size() -> int:
     """A share of the memory that is free now that the model is loaded."""
     info: dict[str, Any] = dict(mx.device_info())
-    total = info.get("max_recommended_working_set_size") or info.get("memory_size")
+    # Metal names the first, CUDA the second; a CPU has neither.
+    total = info.get("max_recommended_working_set_size") or info.get("total_memory")
     if total is None or mx.default_device() == mx.cpu:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         try:

@@ -328,6 +328,14 @@ def test_a_request_goes_on_storing_after_another_split_its_node(name: str) -> No
     assert divergence(expected.logits, again.logits) <= 1e-5
 
 
+def test_a_commit_at_the_very_start_stores_nothing() -> None:
+    cache = cache_of("qwen3_5")
+    with cache.acquire(prompt(50)) as lease:
+        cache.commit(lease, 0, checkpoint="end")
+    cache.verify()
+    assert cache.stats().checkpoints == 0
+
+
 def test_caches_that_do_not_stand_at_the_position_are_not_stored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

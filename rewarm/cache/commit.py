@@ -28,6 +28,8 @@ class Committer:
     trees: Collection[Tree]
 
     def commit(self, lease: Lease, stop: int, origin: Origin, kind: Kind | None, now: int) -> None:
+        if not stop:
+            return  # the root holds nothing
         if not self.layout.stands_at(lease.caches, stop):
             raise LookupError(f"the running cache does not stand at {stop}")
         lease.pin.up_to(lease.stored)

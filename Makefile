@@ -9,7 +9,7 @@ run: .venv/ready  ## Show, turn by turn, what the cache reuses
 test: .venv/ready lint  ## Format, lint, types and tests
 	$(BIN)/python -m pytest -n 2
 
-soak: .venv/ready  ## The tests, each with its whole range instead of a sample (about an hour)
+soak: .venv/ready  ## The tests, each with its whole range instead of a sample (hours)
 	REWARM_SOAK=1 $(BIN)/python -m pytest -n 2
 
 bench: .venv/ready  ## Speed and size of the tree, with mlx-lm's trie in the same run

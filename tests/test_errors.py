@@ -96,7 +96,7 @@ def test_a_cache_of_another_model_is_refused() -> None:
 
 
 def test_a_model_without_any_cache_is_refused() -> None:
-    class Bare(nn.Module):  # type: ignore[misc,name-defined]
+    class Bare(nn.Module):
         def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
             return tokens
 

@@ -193,7 +193,7 @@ def test_what_cannot_be_captured_is_unknown_and_turns_reuse_off() -> None:
 
 
 def test_a_subclass_is_not_taken_for_its_parent() -> None:
-    class More(KVCache):  # type: ignore[misc]
+    class More(KVCache):
         pass
 
     assert isinstance(kind_of(More()), Opaque)

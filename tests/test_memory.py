@@ -54,7 +54,7 @@ def test_forty_turns_hold_their_rows_once_and_what_is_reported_is_really_held(na
 @pytest.mark.parametrize("budget", [1_000_000, 2_500_000])
 def test_the_tree_is_never_above_its_budget(name: str, budget: int, retention: object) -> None:
     model = zoo.tiny(name)
-    cache = PrefixCache(model, memory=budget, chunk=64, retention=retention)  # type: ignore[arg-type]
+    cache = PrefixCache(model, memory=budget, chunk=64, retention=retention)
     vocabulary = zoo.vocabulary(name)
     for i in range(16):
         tokens = joined(prompt(60, i % 3, vocabulary), prompt(300, i, vocabulary))
@@ -193,7 +193,7 @@ def test_sizes_are_read_as_people_write_them(size: int | str, expected: int) -> 
 @pytest.mark.parametrize("size", [0, -1, "0", "", "lots", "12 parsecs", "1KB", 3.5, None, True])
 def test_a_budget_that_means_nothing_is_a_clear_error(size: object) -> None:
     with pytest.raises(InvalidOption, match="memory="):
-        parse_size(size)  # type: ignore[arg-type]
+        parse_size(size)
 
 
 def test_auto_takes_a_share_of_what_is_free() -> None:

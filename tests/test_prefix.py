@@ -32,7 +32,7 @@ from .support import (
 
 def cache_of(name: str = "llama", **options: object) -> PrefixCache:
     options = {"memory": "64MB", "chunk": CHUNK, **options}
-    return PrefixCache(zoo.tiny(name), **options)  # type: ignore[arg-type]
+    return PrefixCache(zoo.tiny(name), **options)
 
 
 @pytest.mark.parametrize("reuse", ["fast", "exact"])
@@ -351,7 +351,7 @@ def test_caches_that_do_not_stand_at_the_position_are_not_stored(
 def test_a_refused_boundary_leaves_no_lease_behind() -> None:
     cache = cache_of()
     with pytest.raises(InvalidOption, match="assistant"):
-        cache.acquire(prompt(50), boundaries=[Boundary(10, "assistant")])  # type: ignore[arg-type]
+        cache.acquire(prompt(50), boundaries=[Boundary(10, "assistant")])
     assert cache.stats().leases == 0
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from rewarm.errors import InvalidOption, UnsupportedModel
+from rewarm.errors import InvalidOption, InvalidPrompt, UnsupportedModel
+
+from .tree import Tokens
 
 MakeCaches = Callable[[], list[Any]]
 
@@ -83,6 +86,27 @@ def vocabulary_size(model: Any) -> int | None:
                 return size
     embeddings = [m for m in model.modules() if isinstance(m, (Embedding, QuantizedEmbedding))]
     return max((int(m.weight.shape[0]) for m in embeddings), default=None)
+
+
+def checked_tokens(tokens: Sequence[int] | npt.NDArray[Any], vocabulary: int) -> Tokens:
+    """A prompt as an array, or an error that says what is wrong with it."""
+    try:
+        given = np.asarray(tokens)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidPrompt(f"a prompt is a flat sequence of whole numbers: {error}") from error
+    if given.size == 0:
+        raise InvalidPrompt("the prompt is empty: it needs at least one token")
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise InvalidPrompt(
+            f"a prompt is a flat sequence of whole numbers, not {given.dtype} of shape "
+            f"{given.shape}"
+        )
+    low, high = int(given.min()), int(given.max())
+    if low < 0 or high >= vocabulary:
+        raise InvalidPrompt(
+            f"token {low if low < 0 else high} is outside the vocabulary (0 to {vocabulary - 1})"
+        )
+    return given.astype(np.int32)
 
 
 def cache_maker(

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import mlx.core as mx
-import numpy as np
 import numpy.typing as npt
 
-from rewarm.errors import CacheClosed, InvalidOption, InvalidPrompt, ModelMismatch
+from rewarm.errors import CacheClosed, InvalidOption, ModelMismatch
 
 from .commit import Committer
 from .cuts import APART, chunks, grid
@@ -23,7 +22,7 @@ from .find import Found, find, restore
 from .layout import Layout
 from .lease import Cut, Lease, Match, Pin
 from .memory import Held, MemoryTier, auto_size, most_buffers, parse_size
-from .model import MakeCaches, Namespace, cache_maker, fingerprint, vocabulary_size
+from .model import MakeCaches, Namespace, cache_maker, checked_tokens, fingerprint, vocabulary_size
 from .placement import WEIGHTS, Boundary, ChatPlacement, Kind, Placement, Shape
 from .retention import Evictor, Retention, WorkPerByte
 from .tree import ChunkTree, Node, Origin, Tokens, Tree, encode
@@ -124,7 +123,7 @@ class PrefixCache:
         boundaries: Sequence[Boundary] = (),
     ) -> Match:
         """How much of a prompt could be reused now. Changes nothing."""
-        prompt = self._checked(tokens)
+        prompt = checked_tokens(tokens, self._vocabulary)
         with self._entered():
             tree = self._trees.get(self._namespace.salted(salt)) or self._new_tree()
             return self._find(tree, prompt, self._grid(prompt, boundaries)).match
@@ -142,7 +141,7 @@ class PrefixCache:
 
         `room` is how many tokens the answer may take: the caches then need not grow by copying.
         """
-        prompt = self._checked(tokens)
+        prompt = checked_tokens(tokens, self._vocabulary)
         with self._entered():
             began = time.perf_counter()
             self._clock += 1
@@ -341,26 +340,6 @@ class PrefixCache:
             if cut is not None and WEIGHTS[point.kind] > WEIGHTS.get(kinds.get(cut, ""), 0.0):
                 kinds[cut] = point.kind
         return [Cut(stop, kinds.get(stop)) for stop in stops]
-
-    def _checked(self, tokens: Sequence[int] | npt.NDArray[Any]) -> Tokens:
-        try:
-            given = np.asarray(tokens)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise InvalidPrompt(f"a prompt is a flat sequence of whole numbers: {error}") from error
-        if given.size == 0:
-            raise InvalidPrompt("the prompt is empty: it needs at least one token")
-        if given.ndim != 1 or given.dtype.kind not in "iu":
-            raise InvalidPrompt(
-                f"a prompt is a flat sequence of whole numbers, not {given.dtype} of shape "
-                f"{given.shape}"
-            )
-        low, high = int(given.min()), int(given.max())
-        if low < 0 or high >= self._vocabulary:
-            raise InvalidPrompt(
-                f"token {low if low < 0 else high} is outside the vocabulary "
-                f"(0 to {self._vocabulary - 1})"
-            )
-        return given.astype(np.int32)
 
     def _tree(self, salt: str | None) -> Tree:
         """The tree of a namespace. Empty ones are dropped now and then, or salts would pile up."""

@@ -27,3 +27,24 @@ class CacheClosed(RewarmError, RuntimeError):
 
 class BrokenInvariant(RewarmError, AssertionError):
     """`cache.verify()` found the tree or its accounting inconsistent."""
+
+
+class ContextExceeded(InvalidPrompt):
+    """A prompt that leaves no room for an answer in the model's context."""
+
+
+class QueueFull(RewarmError, RuntimeError):
+    """Too many requests wait already."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        """Seconds after which it may be worth to try again."""
+
+
+class NotReady(RewarmError, RuntimeError):
+    """The engine is loading, failing, or stopped."""
+
+
+class EngineFault(RewarmError):
+    """A request that failed inside the model, through no fault of whoever sent it."""

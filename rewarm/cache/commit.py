@@ -54,6 +54,7 @@ class Committer:
                 if child is None:
                     return self._grow(lease, stop, origin, now)
                 pin.down(child)
+                child.warm &= lease.warm
 
     def _take_checkpoint(self, lease: Lease, stop: int, kind: Kind, now: int) -> None:
         if not (self.layout.has_state or self.layout.has_window):
@@ -64,14 +65,15 @@ class Committer:
         if node.checkpoint is not None:
             if WEIGHTS[kind] > WEIGHTS[node.checkpoint.kind]:
                 node.checkpoint.kind = kind
+            node.checkpoint.warm &= lease.warm
             return
         state = None
         if self.layout.has_state:
             nbytes = self.layout.state_bytes(lease.caches)
-            if not self._make_room(nbytes, SPARE_BUFFERS, now):
+            if not self._make_room(lease, nbytes, SPARE_BUFFERS, now):
                 return
             state = self.layout.capture(lease.caches)
-        self.memory.put_checkpoint(node, Checkpoint(kind, state, now))
+        self.memory.put_checkpoint(node, Checkpoint(kind, state, now, warm=lease.warm))
         if node.checkpoint is not None:
             lease.pin.hold(node.checkpoint)
 
@@ -93,7 +95,7 @@ class Committer:
                 buffers += packing.buffers(held)
             return nbytes, buffers
 
-        if not self._make_room(*cost(stop - start), now):
+        if not self._make_room(lease, *cost(stop - start), now):
             lease.full = True
             if layout.has_state or not lease.tree.splits:
                 return  # a part of a chunk could not be resumed from
@@ -105,7 +107,7 @@ class Committer:
         if window_from < stop:
             window = layout.pack("window", caches, window_from, stop)
         node = lease.tree.add(lease.pin.node, lease.data[start * WIDTH : stop * WIDTH], origin)
-        node.rows, node.window, node.last_used = rows, window, now
+        node.rows, node.window, node.last_used, node.warm = rows, window, now, lease.warm
         self.memory.count(node)
         lease.pin.down(node)
         lease.stored = stop
@@ -145,14 +147,14 @@ class Committer:
                 continue
             packing = self.layout.packing("window", lease.caches, first, node.end)
             tokens = node.end - first
-            if self._make_room(packing.nbytes(tokens), packing.buffers(tokens), now):
+            if self._make_room(lease, packing.nbytes(tokens), packing.buffers(tokens), now):
                 window = self.layout.pack("window", lease.caches, first, node.end)
                 self.memory.put_window(node, window)
 
     def _split(self, lease: Lease, at: int, now: int) -> bool:
         """Split the lease's deepest node; the lease then holds the upper half."""
         node = lease.pin.node
-        if not lease.tree.splits or not self._make_room(NODE_BYTES, SPARE_BUFFERS, now):
+        if not lease.tree.splits or not self._make_room(lease, NODE_BYTES, SPARE_BUFFERS, now):
             lease.full = True
             return False
         self.memory.count(node, -1)
@@ -163,8 +165,8 @@ class Committer:
         lease.pin.up_to(at)
         return True
 
-    def _make_room(self, nbytes: int, buffers: int, now: int) -> bool:
-        return self.evictor.make_room(self.trees, nbytes, buffers, now)
+    def _make_room(self, lease: Lease, nbytes: int, buffers: int, now: int) -> bool:
+        return self.evictor.make_room(self.trees, nbytes, buffers, now, only_warm=lease.warm)
 
 
 def _largest(high: int, fits: Callable[[int], Any]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -102,6 +102,7 @@ class Lease:
         pin: Pin,
         cuts: list[Cut],
         dropped: deque[Pin],
+        warm: bool = False,
         match_ms: float = 0.0,
         restore_ms: float = 0.0,
     ) -> None:
@@ -118,6 +119,9 @@ class Lease:
         """Set once something did not fit or failed: what comes after cannot be stored either."""
         self.cuts = cuts
         self.pin = pin
+        self.warm = warm
+        """Computed ahead of any request: it makes room only where older such work lies."""
+        self.resumed_at = cast("Kind | None", pin.checkpoints[0].kind if pin.checkpoints else None)
         self.match_ms = match_ms
         self.restore_ms = restore_ms
         # The finalizer may run at any moment in any thread, so it only leaves a note.

@@ -74,18 +74,40 @@ def vocabulary_size(model: Any) -> int | None:
     It matters: MLX does not check, and a token beyond the embedding reads foreign memory.
     """
 
-    def sizes(args: Any) -> Iterator[Any]:
-        named = args if isinstance(args, dict) else getattr(args, "__dict__", {})
-        yield named.get("vocab_size")
-        if "text_config" in named:
-            yield from sizes(named["text_config"])
-
-    for name in ("args", "config"):
-        for size in sizes(getattr(model, name, None)):
-            if isinstance(size, int) and size > 0:
-                return size
+    size = _argument(model, "vocab_size")
+    if size is not None:
+        return size
     embeddings = [m for m in model.modules() if isinstance(m, (Embedding, QuantizedEmbedding))]
     return max((int(m.weight.shape[0]) for m in embeddings), default=None)
+
+
+def context_size(model: Any) -> int:
+    """The longest sequence that a model was made for, by its arguments."""
+    found = _argument(model, "max_position_embeddings")
+    return found or 1 << 31
+
+
+def evaluate(model: Any) -> None:
+    """Evaluate every array that can be reached from a model, and not only its parameters: what is
+    lazy belongs to the stream, and so to the thread, that it was made in."""
+    seen: set[int] = set()
+    arrays: list[mx.array] = []
+    todo: list[Any] = [model]
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, mx.array):
+            arrays.append(each)
+        elif isinstance(each, dict):
+            todo.extend(each.values())
+            todo.extend(getattr(each, "__dict__", {}).values())
+        elif isinstance(each, (list, tuple, set)):
+            todo.extend(each)
+        elif type(each).__module__.startswith(("mlx.", "mlx_lm.")):
+            todo.extend(getattr(each, "__dict__", {}).values())
+    mx.eval(arrays)
 
 
 def checked_tokens(tokens: Sequence[int] | npt.NDArray[Any], vocabulary: int) -> Tokens:
@@ -133,6 +155,22 @@ def cache_maker(
         ]
 
     return make
+
+
+def _argument(model: Any, name: str) -> int | None:
+    """A size by a model's arguments, or by those of its text part."""
+
+    def sizes(args: Any) -> Iterator[Any]:
+        named = args if isinstance(args, dict) else getattr(args, "__dict__", {})
+        yield named.get(name)
+        if "text_config" in named:
+            yield from sizes(named["text_config"])
+
+    for where in ("args", "config"):
+        for size in sizes(getattr(model, where, None)):
+            if isinstance(size, int) and size > 0:
+                return size
+    return None
 
 
 def _parameters(model: Any) -> list[tuple[str, mx.array]]:

@@ -25,7 +25,7 @@ from .memory import Held, MemoryTier, auto_size, most_buffers, parse_size
 from .model import MakeCaches, Namespace, cache_maker, checked_tokens, fingerprint, vocabulary_size
 from .placement import WEIGHTS, Boundary, ChatPlacement, Kind, Placement, Shape
 from .retention import Evictor, Retention, WorkPerByte
-from .tree import ChunkTree, Node, Origin, Tokens, Tree, encode
+from .tree import Checkpoint, ChunkTree, Node, Origin, Tokens, Tree, encode
 from .verify import verify
 
 log = logging.getLogger("rewarm")
@@ -136,10 +136,13 @@ class PrefixCache:
         boundaries: Sequence[Boundary] = (),
         marks: Sequence[int] = (),
         room: int = 0,
+        warm: bool = False,
     ) -> Lease:
         """Caches that stand at the resume point of a prompt, and a lease on its path.
 
         `room` is how many tokens the answer may take: the caches then need not grow by copying.
+        `warm`: nobody has asked for this yet. It is no use of what it finds, and its commits evict
+        nothing but other warm-ahead.
         """
         prompt = checked_tokens(tokens, self._vocabulary)
         with self._entered():
@@ -153,7 +156,7 @@ class PrefixCache:
             restored = time.perf_counter()
             shape = Shape(len(prompt) - 1, found.at, found.junction, boundaries, marks)
             cuts = self._cuts(shape, own_cuts)
-            pin = self._pinned(tree, found)
+            pin = self._pinned(tree, found, warm)
             return Lease(
                 self,
                 tree,
@@ -163,6 +166,7 @@ class PrefixCache:
                 pin,
                 cuts,
                 self._dropped,
+                warm=warm,
                 match_ms=(matched - began) * 1e3,
                 restore_ms=(restored - matched) * 1e3,
             )
@@ -200,6 +204,19 @@ class PrefixCache:
             except Exception:
                 lease.full = True
                 log.exception("a part of a prompt could not be stored; it will be computed again")
+
+    def mark(self, lease: Lease, position: int, kind: Kind = "junction") -> None:
+        """Take a checkpoint on the way: somebody waits for the prefix up to `position`."""
+        if not lease.position < position <= len(lease.tokens) - 1:
+            return
+        with self._lock:
+            ahead = [c for c in lease.cuts if c.stop > lease.position]
+            if self.reuse == "fast" and all(c.stop != position for c in ahead):
+                ahead = sorted([*ahead, Cut(position, None)])
+            at = max((c.stop for c in ahead if c.stop <= position), default=None)
+            lease.cuts = [
+                Cut(c.stop, kind) if c.stop == at and c.checkpoint is None else c for c in ahead
+            ]
 
     def stats(self) -> Stats:
         with self._entered():
@@ -292,19 +309,21 @@ class PrefixCache:
             tree.remove(each)
         return True
 
-    def _pinned(self, tree: Tree, found: Found) -> Pin:
+    def _pinned(self, tree: Tree, found: Found, warm: bool) -> Pin:
         """Pin a match's path, and refresh what it really used and nothing else."""
         pin = Pin(tree, found.node)
         pin.take()
         self._pins.add(pin)
-        for node in found.node.path():
-            node.hits += 1
-            node.last_used = self._clock
         used = found.node.checkpoint
         if used is not None and found.at == found.node.end:
             pin.hold(used)
-            used.hits += 1
-            used.last_used = self._clock
+        if warm:
+            return pin
+        parts: list[Node | Checkpoint] = [*pin.checkpoints, *found.node.path()]
+        for part in parts:
+            part.hits += 1
+            part.last_used = self._clock
+            part.warm = False
         if found.at:
             self._hits += 1
         else:

@@ -34,6 +34,14 @@ class Item:
     hits: int
     last_used: int
 
+    @property
+    def warm(self) -> bool:
+        """Whether nobody has asked for it yet."""
+        checkpoint = self.node.checkpoint
+        if self.what == "leaf":
+            return self.node.warm and (checkpoint is None or checkpoint.warm)
+        return self.what == "checkpoint" and checkpoint is not None and checkpoint.warm
+
 
 class Retention(Protocol):
     def score(self, item: Item, now: int) -> float:
@@ -67,7 +75,10 @@ class Evictor:
     """Whether the model resumes at checkpoints only."""
     evictions: int = 0
 
-    def make_room(self, trees: Iterable[Tree], nbytes: int, buffers: int, now: int) -> bool:
+    def make_room(
+        self, trees: Iterable[Tree], nbytes: int, buffers: int, now: int, only_warm: bool = False
+    ) -> bool:
+        """`only_warm`: at the cost of warm-ahead alone."""
         memory = self.memory
         if memory.fits(nbytes, buffers):
             return True
@@ -79,6 +90,7 @@ class Evictor:
         queue = [
             (self.policy.score(item, now), i, item)
             for i, item in enumerate(item for tree in trees for item in self._items(tree))
+            if not only_warm or item.warm
         ]
         heapq.heapify(queue)
         order = len(queue)
@@ -89,6 +101,8 @@ class Evictor:
                 # A parent that became a leaf can go next.
                 resume = _resume_before(parent) if self.stateful else 0
                 for exposed in self._leaf(item.tree, parent, resume):
+                    if only_warm and not exposed.warm:
+                        continue
                     order += 1
                     heapq.heappush(queue, (self.policy.score(exposed, now), order, exposed))
         return memory.fits(nbytes, buffers)

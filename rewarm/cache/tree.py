@@ -60,6 +60,8 @@ class Checkpoint:
     last_used: int
     hits: int = 0
     pins: int = 0
+    warm: bool = False
+    """Taken by warm-ahead, and not asked for yet; likewise a node's."""
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +89,7 @@ class Node:
     pins: int = 0
     hits: int = 0
     last_used: int = 0
+    warm: bool = False
 
     @property
     def length(self) -> int:
@@ -191,6 +194,7 @@ class Tree:
             pins=node.pins,
             hits=node.hits,
             last_used=node.last_used,
+            warm=node.warm,
         )
         node.parent.children[self._edge(upper.key)] = upper
         node.parent, node.start, node.key = upper, at, node.key[cut:]

@@ -1,0 +1,169 @@
+"""Decoding: what was prefilled alone takes its steps together, by mlx-lm's own batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import GenerationBatch, StopSequences
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.sample_utils import greedy_sampler
+
+from rewarm.cache import PrefixCache
+from rewarm.cache.model import MakeCaches
+
+from .sampling import Processor, Sampler
+
+NO_LIMIT = 1 << 62
+"""When a sequence ends is ours to say."""
+
+CHECK_LENGTHS = (5, 9)
+CHECK_STEPS = 4
+TOLERANCE = 0.05
+"""Of the largest logit. Rounding stays far below it; a mask or a padding that is wrong does not."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a sequence begins to decode with. Its caches hold everything but the last token."""
+
+    id: int
+    caches: list[Any]
+    last: int
+    context: Sequence[int]
+    """The tokens before the last, where a processor asks for them."""
+    sampler: Sampler
+    processors: list[Processor]
+
+
+class Step(NamedTuple):
+    id: int
+    token: int
+    logprobs: mx.array
+
+
+class Batch:
+    """Sequences in one `GenerationBatch`. One alone decodes on its own caches, with no copy; they
+    are merged when a second one joins.
+
+    Making one takes the first step, on the last prompt token: what is wrong with a sequence shows
+    while it is alone.
+    """
+
+    def __init__(self, model: Any, start: Start) -> None:
+        self._generation = GenerationBatch(
+            model=model,
+            uids=[start.id],
+            inputs=mx.array([start.last]),
+            prompt_cache=start.caches,
+            tokens=[list(start.context)],
+            samplers=[start.sampler],
+            fallback_sampler=greedy_sampler,
+            logits_processors=[start.processors],
+            stop_sequences=[StopSequences()],
+            max_tokens=[NO_LIMIT],
+        )
+        self._merged = False
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def ids(self) -> list[int]:
+        return list(self._generation.uids)
+
+    def join(self, newcomer: Batch) -> None:
+        """Take over another batch's sequences."""
+        for batch in (self, newcomer):
+            if not batch._merged:
+                batch._generation.prompt_cache = merged(batch._generation.prompt_cache)
+                batch._merged = True
+        self._generation.extend(newcomer._generation)
+
+    def step(self) -> list[Step]:
+        """The next token of every sequence. Where it raises, the batch must not be used again."""
+        return [Step(r.uid, r.token, r.logprobs) for r in self._generation.next()]
+
+    def caches(self, sequence: int) -> list[Any]:
+        """A sequence's caches, which stand after the token last given."""
+        if not self._merged:
+            return list(self._generation.prompt_cache)
+        return list(self._generation.extract_cache(self.ids.index(sequence)))
+
+    def remove(self, gone: set[int]) -> None:
+        keep = [i for i, each in enumerate(self.ids) if each not in gone]
+        if len(keep) == len(self):
+            return
+        if keep or self._merged:
+            self._generation.filter(keep)
+        else:
+            self._generation.uids = []
+
+
+def merged(caches: list[Any]) -> list[Any]:
+    return [c.merge([c]) for c in caches]
+
+
+def merges(cache: Any) -> bool:
+    """Whether mlx-lm can batch a cache of this kind without losing anything.
+
+    A ring that keeps its first rows merges, and drops them; quantised, chunked and concatenating
+    caches do not merge at all.
+    """
+    if isinstance(cache, CacheList):
+        return all(merges(c) for c in cache.caches)
+    if isinstance(cache, RotatingKVCache):
+        return bool(cache.keep == 0)
+    if type(cache) in (KVCache, ArraysCache):
+        return True
+    return all(hasattr(cache, name) for name in ("merge", "extract", "filter", "extend"))
+
+
+def decodes_in_batches(model: Any, blank: MakeCaches, vocabulary: int) -> bool:
+    """Whether two sequences decoded together get the logits that each gets alone."""
+    if not all(merges(c) for c in blank()):
+        return False
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (2, max(CHECK_LENGTHS) + CHECK_STEPS))
+    alone = []
+    prefilled = []
+    for row, length in zip(tokens, CHECK_LENGTHS, strict=True):
+        caches = [_prefilled(model, blank(), row[:length]) for _ in range(2)]
+        steps = [model(mx.array(row[None, i : i + 1]), cache=caches[0]) for i in _steps(length)]
+        alone.append(mx.concatenate(steps, axis=1)[0])
+        prefilled.append(caches[1])
+    batch = [caches[0].merge(list(caches)) for caches in zip(*prefilled, strict=True)]
+    together = []
+    for i in range(CHECK_STEPS):
+        inputs = [[row[length + i]] for row, length in zip(tokens, CHECK_LENGTHS, strict=True)]
+        together.append(model(mx.array(np.array(inputs)), cache=batch))
+    logits = mx.concatenate(together, axis=1).astype(mx.float32)
+    expected = mx.stack(alone).astype(mx.float32)
+    worst = mx.abs(logits - expected).max() / mx.abs(expected).max()
+    return float(worst) <= TOLERANCE
+
+
+def running_bytes(model: Any, cache: PrefixCache) -> tuple[int, int]:
+    """What a running sequence takes: bytes for each token, and bytes however long it is."""
+    n = max(CHECK_LENGTHS)
+    layout = cache.layout
+    caches = _prefilled(model, cache.blank(), np.zeros(n, np.int32))
+    if not layout.reusable:
+        return sum(getattr(c, "nbytes", 0) for c in caches) // n, 0
+    rows = layout.packing("rows", caches, 0, n).nbytes(n) // n if layout.has_rows else 0
+    fixed = layout.state_bytes(caches) if layout.has_state else 0
+    if layout.has_window:
+        fixed += layout.packing("window", caches, 0, n).nbytes(n) // n * layout.longest_window
+    return rows, fixed
+
+
+def _prefilled(model: Any, caches: list[Any], tokens: Any) -> list[Any]:
+    model(mx.array(tokens[None]), cache=caches)
+    mx.eval([c.state for c in caches])
+    return caches
+
+
+def _steps(length: int) -> range:
+    return range(length, length + CHECK_STEPS)

@@ -1,0 +1,262 @@
+"""Carries plans out on the model. Everything here runs on the engine's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from rewarm.cache import Lease, PrefixCache
+from rewarm.cache.lease import Match
+from rewarm.cache.placement import Boundary, Kind
+from rewarm.cache.tree import Tokens
+
+from .batch import Batch, Start, Step
+from .request import Alternative, Report, Request, Sampled
+from .sampling import make_processors, make_sampler
+
+MOST_ROOM = 4096
+"""Tokens of an answer that a restored cache has room for; a longer one grows by copying."""
+
+
+class BatchBroken(Exception):
+    """A batch that cannot be continued, with the sequences that are in it."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__(ids)
+        self.ids = ids
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One answer to a request, or a prompt that is warmed ahead, and where it stands."""
+
+    id: int
+    prompt: Tokens
+    request: Request | None = None
+    choice: int = 0
+    boundaries: tuple[Boundary, ...] = ()
+    marks: tuple[int, ...] = ()
+    salt: str | None = None
+    max_tokens: int = 0
+    generated: list[int] = field(default_factory=list)
+    lease: Lease | None = None
+    isolated: bool = False
+    """Its batch failed once: it decodes alone from then on, so that a second failure is its own."""
+    cancelled: bool = False
+    submitted: float = field(default_factory=time.perf_counter)
+    started: float | None = None
+    first_token: float | None = None
+    match: Match | None = None
+    resumed_at: Kind | None = None
+    match_ms: float = 0.0
+    restore_ms: float = 0.0
+
+    @property
+    def warm(self) -> bool:
+        return self.request is None
+
+    @property
+    def tokens(self) -> Tokens:
+        """The prompt, and what was generated after it."""
+        if not self.generated:
+            return self.prompt
+        return np.concatenate([self.prompt, np.asarray(self.generated, np.int32)])
+
+    def report(self) -> Report:
+        now = time.perf_counter()
+        started = self.started or now
+        match = self.match or Match(len(self.prompt))
+        if self.first_token is not None:
+            computed = match.tokens
+        else:
+            computed = max(self.lease.position if self.lease else 0, match.resume)
+        return Report(
+            match=match,
+            resumed_at=self.resumed_at,
+            prefilled=computed - match.resume,
+            queued_ms=(started - self.submitted) * 1e3,
+            match_ms=self.match_ms,
+            restore_ms=self.restore_ms,
+            prefill_ms=((self.first_token or now) - started) * 1e3,
+            ttft_ms=((self.first_token or now) - self.submitted) * 1e3,
+        )
+
+
+class Decoded(NamedTuple):
+    """A step of every batch, and the sequences of those that failed."""
+
+    steps: list[Step]
+    failed: list[tuple[list[int], Exception]]
+
+
+class Runner:
+    """Prefills one sequence at a time, decodes them together, and stores what they computed."""
+
+    def __init__(self, model: Any, cache: PrefixCache, vocabulary: int, *, batched: bool) -> None:
+        self.model = model
+        self.cache = cache
+        self.vocabulary = vocabulary
+        self.batched = batched
+        self._shared: Batch | None = None
+        self._alone: dict[int, Batch] = {}
+        """Sequences that do not share a batch: of models that cannot, and after a failure."""
+        self.prefilled_tokens = 0
+        self.warm_tokens = 0
+
+    def start(self, sequence: Sequence) -> None:
+        """Match and restore."""
+        sequence.started = sequence.started or time.perf_counter()
+        lease = self.cache.acquire(
+            sequence.tokens,
+            salt=sequence.salt,
+            boundaries=sequence.boundaries,
+            marks=sequence.marks,
+            room=min(sequence.max_tokens - len(sequence.generated), MOST_ROOM),
+            warm=sequence.warm,
+        )
+        sequence.lease = lease
+        if sequence.match is None:
+            sequence.match, sequence.resumed_at = lease.match, lease.resumed_at
+            sequence.match_ms, sequence.restore_ms = lease.match_ms, lease.restore_ms
+
+    def prefill(self, sequence: Sequence, awaited: Iterable[int] = ()) -> bool:
+        """One chunk; whether all but the last token is computed now. `awaited` are positions that
+        other requests wait for."""
+        lease = _leased(sequence)
+        for position in awaited:
+            self.cache.mark(lease, position)
+        cut = next((c for c in lease.cuts if c.stop > lease.position), None)
+        if cut is not None:
+            chunk = mx.array(lease.tokens[lease.position : cut.stop])
+            self.model(chunk[None], cache=lease.caches)
+            mx.eval([c.state for c in lease.caches])
+            if sequence.warm:
+                self.warm_tokens += chunk.size
+            else:
+                self.prefilled_tokens += chunk.size
+            self.cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
+            mx.clear_cache()
+        return lease.position >= len(lease.tokens) - 1
+
+    def admit(self, sequence: Sequence) -> None:
+        """Into a batch."""
+        lease, request = _leased(sequence), sequence.request
+        if request is None:
+            raise TypeError("warm-ahead does not decode")
+        processors = make_processors(request)
+        batch = Batch(
+            self.model,
+            Start(
+                id=sequence.id,
+                caches=lease.caches,
+                last=int(lease.tokens[-1]),
+                context=lease.tokens[:-1].tolist() if processors else [],
+                sampler=make_sampler(
+                    request.sampling, sequence.choice, len(sequence.generated), self.vocabulary
+                ),
+                processors=processors,
+            ),
+        )
+        # The batch has them now; held here too, they would be kept after it merged them.
+        lease.caches = []
+        if not sequence.generated:
+            self.prefilled_tokens += 1
+        if not self.batched or sequence.isolated:
+            self._alone[sequence.id] = batch
+        elif self._shared is None:
+            self._shared = batch
+        else:
+            try:
+                self._shared.join(batch)
+            except Exception as error:
+                raise BatchBroken(self._shared.ids) from error
+
+    def decode(self) -> Decoded:
+        """One step of every batch. One that fails is dissolved: it must not be continued."""
+        decoded = Decoded([], [])
+        for batch in self._batches():
+            try:
+                decoded.steps.extend(batch.step())
+            except Exception as error:
+                decoded.failed.append((batch.ids, error))
+                self.dissolve(batch.ids)
+        return decoded
+
+    def dissolve(self, ids: Iterable[int]) -> None:
+        """Forget the batches of these sequences."""
+        for each in ids:
+            self._alone.pop(each, None)
+            if self._shared is not None and each in self._shared.ids:
+                self._shared = None
+
+    def leave(self, sequences: Collection[Sequence], *, keep: bool = True) -> None:
+        """Out of their batches and leases, with all that was computed stored (or not)."""
+        for sequence in sequences:
+            if keep:
+                self._store_all(sequence)
+            self._alone.pop(sequence.id, None)
+            if sequence.lease is not None:
+                sequence.lease.release()
+                sequence.lease = None
+        if self._shared is not None:
+            self._shared.remove({s.id for s in sequences})
+            if not len(self._shared):
+                self._shared = None
+
+    def window_is_full(self, sequence: Sequence) -> bool:
+        """Whether the next step overwrites a row that was not stored yet."""
+        window = self.cache.layout.shortest_window
+        return bool(window) and len(sequence.generated) % max(window - 1, 1) == 0
+
+    def store_answer(self, sequence: Sequence, checkpoint: Kind | None = None) -> None:
+        """What was decoded so far: mlx-lm has run the model on every token it gave out."""
+        batch = self._batch_of(sequence)
+        if batch is None or self.cache.reuse == "exact":
+            return
+        lease = _leased(sequence)
+        done = len(lease.tokens) - len(sequence.prompt)
+        lease.extend(sequence.generated[done:])
+        lease.caches = batch.caches(sequence.id)
+        self.cache.commit(lease, len(lease.tokens), origin="decode", checkpoint=checkpoint)
+        lease.caches = []
+
+    def _store_all(self, sequence: Sequence) -> None:
+        lease = sequence.lease
+        if lease is None:
+            return
+        if self._batch_of(sequence) is not None:
+            if sequence.generated:
+                self.store_answer(sequence, "answer")
+        elif lease.position > lease.match.resume and lease.caches:
+            # The prefill ends here, too early: without a checkpoint, recurrent layers lose it all.
+            self.cache.commit(lease, lease.position, checkpoint="end")
+
+    def _batch_of(self, sequence: Sequence) -> Batch | None:
+        if sequence.id in self._alone:
+            return self._alone[sequence.id]
+        shared = self._shared
+        return shared if shared is not None and sequence.id in shared.ids else None
+
+    def _batches(self) -> list[Batch]:
+        return [*([self._shared] if self._shared is not None else []), *self._alone.values()]
+
+
+def alternatives(logprobs: mx.array, token: int, count: int) -> Sampled:
+    """A token with its logprob, and the likeliest others."""
+    row = np.asarray(logprobs.astype(mx.float32))
+    best = np.argpartition(-row, count - 1)[:count] if 0 < count < len(row) else np.arange(0)
+    best = best[np.argsort(-row[best], kind="stable")]
+    return Sampled(
+        token, float(row[token]), tuple(Alternative(int(i), float(row[i])) for i in best)
+    )
+
+
+def _leased(sequence: Sequence) -> Lease:
+    if sequence.lease is None:
+        raise RuntimeError(f"sequence {sequence.id} has no lease")
+    return sequence.lease

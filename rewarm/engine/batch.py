@@ -145,18 +145,24 @@ def decodes_in_batches(model: Any, blank: MakeCaches, vocabulary: int) -> bool:
     return float(worst) <= TOLERANCE
 
 
-def running_bytes(model: Any, cache: PrefixCache) -> tuple[int, int]:
-    """What a running sequence takes: bytes for each token, and bytes however long it is."""
+class Costs(NamedTuple):
+    """Bytes that a running sequence takes: for each token, and however long it is."""
+
+    row: int
+    fixed: int
+
+
+def running_bytes(model: Any, cache: PrefixCache) -> Costs:
     n = max(CHECK_LENGTHS)
     layout = cache.layout
     caches = _prefilled(model, cache.blank(), np.zeros(n, np.int32))
     if not layout.reusable:
-        return sum(getattr(c, "nbytes", 0) for c in caches) // n, 0
+        return Costs(sum(getattr(c, "nbytes", 0) for c in caches) // n, 0)
     rows = layout.packing("rows", caches, 0, n).nbytes(n) // n if layout.has_rows else 0
     fixed = layout.state_bytes(caches) if layout.has_state else 0
     if layout.has_window:
         fixed += layout.packing("window", caches, 0, n).nbytes(n) // n * layout.longest_window
-    return rows, fixed
+    return Costs(rows, fixed)
 
 
 def _prefilled(model: Any, caches: list[Any], tokens: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The one thread that runs the model: admit, one decode step, one chunk of prefill, idle work."""
+"""The one thread that runs the model, and the way in from all others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
@@ -21,21 +21,19 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.memory import auto_size
 from rewarm.cache.model import checked_tokens, context_size, evaluate, vocabulary_size
 from rewarm.cache.placement import Boundary
-from rewarm.cache.tree import Tokens, encode
-from rewarm.errors import ContextExceeded, EngineFault, InvalidOption, NotReady, QueueFull
+from rewarm.cache.tree import Tokens
+from rewarm.errors import ContextExceeded, InvalidOption, NotReady, QueueFull
 
 from .batch import decodes_in_batches, running_bytes
-from .request import Finish, Report, Request, Sampled
-from .runner import MOST_ROOM, BatchBroken, Runner, Sequence, alternatives
+from .loop import Loop
+from .request import Request
+from .runner import Runner, Sequence
 from .sampling import checked
-from .scheduler import Job, Scheduler
+from .scheduler import Scheduler
 
 log = logging.getLogger("rewarm.engine")
 
 State = Literal["loading", "ready", "failing", "stopped"]
-
-MOST_WARM = 64
-"""Warm-ahead that waits; beyond it the oldest is forgotten."""
 
 FAILURES = 3
 """Turns in a row that may fail before waiting requests are turned away too."""
@@ -89,17 +87,14 @@ class Engine:
         self._load = load
         self._state: State = "loading"
         self._loaded: Loaded | None = None
-        self._runner: Runner | None = None
-        self._scheduler = Scheduler(self.options.max_batch, 0)
         self._vocabulary = 0
         self._context = 0
-        self._row_bytes, self._fixed_bytes = 0, 0
-        self._sequences: dict[int, Sequence] = {}
-        self._open: dict[Request, _Open] = {}
+        self._loop: Loop
         self._numbers = itertools.count(1)
         self._inbox: deque[Sequence] = deque()
         self._cancelled: deque[Request] = deque()
         self._stopping = False
+        self._deadline: float | None = None
         self._failures = 0
         self._restarts = 0
         self._wake = threading.Condition()
@@ -176,16 +171,13 @@ class Engine:
         with self._wake:
             if self._stopping:
                 raise NotReady("the server is stopping")
-            waiting = len(self._inbox) + sum(
-                j.stage == "waiting" and not j.warm for j in list(self._scheduler.jobs.values())
-            )
+            waiting = self.stats().waiting
             if waiting + request.n > self.options.max_queue:
                 raise QueueFull(
                     f"{waiting} requests are waiting, and the queue takes "
                     f"{self.options.max_queue}: try again soon",
                     retry_after=max(1, math.ceil(waiting / 16)),
                 )
-            self._open[request] = _Open(remaining=request.n)
             self._inbox.extend(answers)
             self._wake.notify()
 
@@ -209,34 +201,33 @@ class Engine:
             self._wake.notify()
 
     def stats(self) -> EngineStats:
-        jobs = list(self._scheduler.jobs.values())
+        self._ready()
+        runner, jobs = self._loop.runner, list(self._loop.scheduler.jobs.values())
         stages = [j.stage for j in jobs if not j.warm]
         return EngineStats(
-            waiting=stages.count("waiting") + len(self._inbox),
+            waiting=stages.count("waiting") + sum(not s.warm for s in list(self._inbox)),
             prefilling=stages.count("prefilling") + stages.count("ready"),
             decoding=stages.count("decoding"),
-            warm_waiting=sum(j.warm for j in jobs),
-            prefilled_tokens=self._runner.prefilled_tokens if self._runner else 0,
-            warm_tokens=self._runner.warm_tokens if self._runner else 0,
+            warm_waiting=sum(j.warm for j in jobs) + sum(s.warm for s in list(self._inbox)),
+            prefilled_tokens=runner.prefilled_tokens,
+            warm_tokens=runner.warm_tokens,
             restarts=self._restarts,
         )
 
     def stop(self, grace: float = 0.0) -> None:
-        """Take no more requests; end those that run, after at most `grace` seconds; then stop."""
+        """Take no more requests; those that run end by themselves, or by force after `grace`
+        seconds; then the thread ends."""
         with self._wake:
             self._stopping = True
+            self._deadline = time.monotonic() + grace
             self._wake.notify()
-        if not self._thread.ident:
-            self._state = "stopped"
-            return
-        self._thread.join(grace)
-        for sequence in list(self._sequences.values()):
-            if sequence.request is not None:
-                self.cancel(sequence.request)
-        self._thread.join()
+        if self._thread.ident:
+            self._thread.join()
+        else:
+            self._state, self.detail = "stopped", "the server was stopped"
 
     def _ready(self) -> Loaded:
-        if self._loaded is None or self._state != "ready":
+        if self._loaded is None:
             raise NotReady(f"the server is not ready: {self.detail}")
         return self._loaded
 
@@ -255,17 +246,13 @@ class Engine:
             while self._wait_for_work():
                 try:
                     with mx.stream(cast(mx.Stream, generation_stream)):
-                        self._turn()
+                        self._hand_over()
+                        self._loop.turn()
                     if self._failures:
                         self._failures, self._state, self.detail = 0, "ready", ""
                 except BaseException as error:
-                    self._recover(error)
-        self._end_all(NotReady("the server is stopping"))
-        self._ready().cache.flush()
-        # A stream's thread that is still at work when the process ends would abort it.
-        mx.synchronize(cast(mx.Stream, generation_stream))
-        mx.clear_streams()
-        self._state, self.detail = "stopped", "the server was stopped"
+                    self._restart(error)
+        self._finish()
 
     def _prepare(self) -> None:
         loaded = self._load()
@@ -280,9 +267,9 @@ class Engine:
                 "%s decodes one sequence at a time: in a batch its answers would differ",
                 type(model).__module__,
             )
-        self._row_bytes, self._fixed_bytes = running_bytes(model, cache)
-        self._scheduler.room = self.options.room or auto_size()
-        self._runner = Runner(model, cache, self._vocabulary, batched=batched)
+        runner = Runner(model, cache, self._vocabulary, running_bytes(model, cache), batched)
+        room = self.options.room or auto_size()
+        self._loop = Loop(runner, Scheduler(self.options.max_batch, room))
         self._loaded = loaded
         self._state, self.detail = "ready", ""
         self._settled.set()
@@ -291,243 +278,37 @@ class Engine:
         """Blocks while there is nothing to do; false once it is time to go."""
         with self._wake:
             while True:
-                if self._inbox or self._cancelled or self._has_requests():
+                if self._inbox or self._cancelled or self._loop.has_requests:
                     return True
                 if self._stopping:
                     return False
-                if self._scheduler.jobs:
+                if self._loop.has_work:
                     return True
                 self._wake.wait()
 
-    def _turn(self) -> None:
-        self._take_in()
-        plan = self._scheduler.plan()
-        self._admit(plan.admit)
-        if plan.decode:
-            self._decode()
-        if plan.pause is not None:
-            self._pause(plan.pause)
-        if plan.prefill is not None:
-            self._prefill(self._sequences[plan.prefill])
-
-    def _take_in(self) -> None:
-        """New requests, and those that nobody waits for any more."""
+    def _hand_over(self) -> None:
+        """What other threads left here since the last turn."""
         while self._inbox:
-            sequence = self._inbox.popleft()
-            if sequence.warm:
-                self._forget_old_warm_ahead()
-            self._sequences[sequence.id] = sequence
-            tokens = sequence.prompt
-            cache = self._ready().cache
-            known = cache.match(tokens, sequence.salt, sequence.boundaries).resume
-            size = len(tokens) + min(sequence.max_tokens, MOST_ROOM)
-            self._scheduler.add(
-                Job(
-                    id=sequence.id,
-                    data=encode(tokens),
-                    stop=len(tokens) - 1,
-                    known=known,
-                    salt=sequence.salt,
-                    nbytes=self._fixed_bytes + self._row_bytes * size,
-                    warm=sequence.warm,
-                )
-            )
+            self._loop.take(self._inbox.popleft())
         while self._cancelled:
-            request = self._cancelled.popleft()
-            self._leave([s for s in self._sequences.values() if s.request is request], "cancelled")
+            self._loop.cancel(self._cancelled.popleft())
+        if self._stopping and self._deadline is not None and time.monotonic() >= self._deadline:
+            self._loop.close()
 
-    def _admit(self, ids: Iterable[int]) -> None:
-        for each in ids:
-            sequence = self._sequences.get(each)
-            if sequence is None:
-                continue  # a batch that broke took it along
-            try:
-                self._runs().admit(sequence)
-                self._scheduler.moved(each, len(sequence.tokens) - 1, "decoding")
-            except BatchBroken as broken:
-                self._runs().dissolve(broken.ids)
-                self._start_over([*broken.ids, each], broken)
-            except Exception as error:
-                self._fail(sequence, error)
-
-    def _decode(self) -> None:
-        decoded = self._runs().decode()
-        for ids, error in decoded.failed:
-            self._start_over(ids, error)
-        ended: dict[Finish, list[Sequence]] = {"stop": [], "length": []}
-        for step in decoded.steps:
-            sequence = self._sequences[step.id]
-            try:
-                finish = self._give(sequence, step.token, step.logprobs)
-            except Exception as error:
-                self._fail(sequence, error)
-                continue
-            if finish is not None:
-                ended[finish].append(sequence)
-            elif self._runs().window_is_full(sequence):
-                self._runs().store_answer(sequence)
-        for reason, sequences in ended.items():
-            self._leave(sequences, reason)
-
-    def _give(self, sequence: Sequence, token: int, logprobs: mx.array) -> Finish | None:
-        """Hand a token to whoever asked for it; says whether the answer ends with it."""
-        request = _requested(sequence)
-        if sequence.first_token is None:
-            sequence.first_token = time.perf_counter()
-        sequence.generated.append(token)
-        if request.top_logprobs is None:
-            sampled = Sampled(token)
-        else:
-            sampled = alternatives(logprobs, token, request.top_logprobs)
-        if request.sink.token(sequence.choice, sampled) or token in request.end_tokens:
-            return "stop"
-        return "length" if len(sequence.generated) >= sequence.max_tokens else None
-
-    def _prefill(self, sequence: Sequence) -> None:
-        runner = self._runs()
-        try:
-            if sequence.lease is None:
-                runner.start(sequence)
-                self._moved(sequence, "prefilling")
-            awaited = self._scheduler.jobs[sequence.id].marks
-            done = runner.prefill(sequence, awaited)
-            self._moved(sequence, "prefilling")
-        except Exception as error:
-            return self._fail(sequence, error)
-        if done and sequence.warm:
-            self._leave([sequence], "stop")
-        elif done:
-            self._moved(sequence, "ready")
-
-    def _moved(self, sequence: Sequence, stage: Literal["prefilling", "ready"]) -> None:
-        position = sequence.lease.position if sequence.lease is not None else 0
-        self._scheduler.moved(sequence.id, position, stage)
-        if sequence.request is not None and not sequence.generated and sequence.choice == 0:
-            sequence.request.sink.prefilled(position, len(sequence.prompt))
-
-    def _pause(self, warm: int) -> None:
-        """A request goes first. What was warmed stays, and the rest is begun again later."""
-        sequence = self._sequences[warm]
-        self._runs().leave([sequence])
-        job = self._scheduler.jobs[warm]
-        self._scheduler.back(warm, job.data, job.stop, job.position)
-
-    def _leave(self, sequences: Collection[Sequence], reason: Finish) -> None:
-        """These are done: store, forget, and tell."""
-        reports = [s.report() for s in sequences]
-        self._runs().leave(sequences)
-        for sequence, report in zip(sequences, reports, strict=True):
-            self._sequences.pop(sequence.id, None)
-            self._scheduler.remove(sequence.id)
-            request = sequence.request
-            if request is None or request not in self._open:
-                continue
-            _tell(request.sink.ended, sequence.choice, reason)
-            still = self._open[request]
-            still.remaining -= 1
-            if sequence.choice == 0 or still.report is None:
-                still.report = report
-            if not still.remaining:
-                del self._open[request]
-                _tell(request.sink.done, still.report)
-
-    def _start_over(self, ids: Iterable[int], error: Exception) -> None:
-        """A batch failed. Its sequences go back to what the tree holds of them and decode alone
-        from there: whoever caused it fails alone then, and the others lose nothing."""
-        for each in ids:
-            sequence = self._sequences[each]
-            if sequence.isolated:
-                self._fail(sequence, error)
-                continue
-            log.warning("a batch failed (%s); %s starts over", error, _named(sequence))
-            sequence.isolated = True
-            self._runs().leave([sequence], keep=False)
-            tokens = sequence.tokens
-            self._scheduler.back(each, encode(tokens), len(tokens) - 1, 0)
-
-    def _fail(self, sequence: Sequence, error: Exception) -> None:
-        """An error belongs to its request, and ends all of it."""
-        log.error("%s failed", _named(sequence), exc_info=error)
-        request = sequence.request
-        mates = [s for s in self._sequences.values() if request and s.request is request]
-        for each in mates or [sequence]:
-            self._runs().leave([each], keep=False)
-            self._sequences.pop(each.id, None)
-            self._scheduler.remove(each.id)
-        if request is not None and self._open.pop(request, None) is not None:
-            fault = EngineFault(f"the model failed on this request: {type(error).__name__}")
-            _tell(request.sink.failed, fault)
-
-    def _recover(self, error: BaseException) -> None:
-        """The turn itself failed: begin again with fresh state, and keep who is waiting."""
+    def _restart(self, error: BaseException) -> None:
+        """A turn failed as a whole: go on with a fresh loop, and with whoever can wait."""
         log.critical("the engine failed and starts again", exc_info=error)
         self._failures += 1
         self._restarts += 1
         self._state, self.detail = "failing", f"the engine failed: {type(error).__name__}"
-        sequences = list(self._sequences.values())
-        self._sequences.clear()
-        runner, room = self._runs(), self._scheduler.room
-        self._runner = Runner(runner.model, runner.cache, runner.vocabulary, batched=runner.batched)
-        self._runner.prefilled_tokens = runner.prefilled_tokens
-        self._runner.warm_tokens = runner.warm_tokens
-        self._scheduler = Scheduler(self.options.max_batch, room)
-        again = []
-        for sequence in sequences:
-            ran = sequence.lease is not None
-            if sequence.lease is not None:
-                sequence.lease.release()
-                sequence.lease = None
-            if sequence.warm or self._failures >= FAILURES or (ran and sequence.isolated):
-                if sequence.request is not None:
-                    self._fail(sequence, EngineFault("the engine failed"))
-                continue
-            sequence.isolated = ran or sequence.isolated
-            again.append(sequence)
-        self._inbox.extendleft(reversed(again))
+        again = self._loop.restart(error, keep=self._failures < FAILURES)
+        with self._wake:
+            self._inbox.extendleft(reversed(again))
 
-    def _end_all(self, error: Exception) -> None:
-        while self._inbox:
-            sequence = self._inbox.popleft()
-            if sequence.request is not None and self._open.pop(sequence.request, None) is not None:
-                _tell(sequence.request.sink.failed, error)
-
-    def _forget_old_warm_ahead(self) -> None:
-        waiting = [j.id for j in self._scheduler.jobs.values() if j.warm]
-        if len(waiting) >= MOST_WARM:
-            self._leave([self._sequences[waiting[0]]], "cancelled")
-
-    def _has_requests(self) -> bool:
-        return any(not s.warm for s in self._sequences.values())
-
-    def _runs(self) -> Runner:
-        if self._runner is None:
-            raise NotReady(f"the server is not ready: {self.detail}")
-        return self._runner
-
-
-@dataclass
-class _Open:
-    """A request that is not answered yet."""
-
-    remaining: int
-    report: Report | None = None
-    """Of the first choice: the others resume where it got to."""
-
-
-def _requested(sequence: Sequence) -> Request:
-    if sequence.request is None:
-        raise TypeError("warm-ahead has no answer")
-    return sequence.request
-
-
-def _named(sequence: Sequence) -> str:
-    name = sequence.request.name if sequence.request is not None else "warm-ahead"
-    return f"request {name or sequence.id}"
-
-
-def _tell(call: Callable[..., None], *details: Any) -> None:
-    """A sink that fails has only itself to blame."""
-    try:
-        call(*details)
-    except Exception:
-        log.exception("a request's sink failed")
+    def _finish(self) -> None:
+        self._loop.close()
+        self._ready().cache.flush()
+        # A stream's thread that is still at work when the process ends would abort it.
+        mx.synchronize(cast(mx.Stream, generation_stream))
+        mx.clear_streams()
+        self._state, self.detail = "stopped", "the server was stopped"

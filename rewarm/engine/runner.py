@@ -15,7 +15,7 @@ from rewarm.cache.lease import Match
 from rewarm.cache.placement import Boundary, Kind
 from rewarm.cache.tree import Tokens
 
-from .batch import Batch, Start, Step
+from .batch import Batch, Costs, Start, Step
 from .request import Alternative, Report, Request, Sampled
 from .sampling import make_processors, make_sampler
 
@@ -97,16 +97,29 @@ class Decoded(NamedTuple):
 class Runner:
     """Prefills one sequence at a time, decodes them together, and stores what they computed."""
 
-    def __init__(self, model: Any, cache: PrefixCache, vocabulary: int, *, batched: bool) -> None:
+    def __init__(
+        self, model: Any, cache: PrefixCache, vocabulary: int, costs: Costs, batched: bool
+    ) -> None:
         self.model = model
         self.cache = cache
         self.vocabulary = vocabulary
+        self.costs = costs
         self.batched = batched
         self._shared: Batch | None = None
         self._alone: dict[int, Batch] = {}
         """Sequences that do not share a batch: of models that cannot, and after a failure."""
         self.prefilled_tokens = 0
         self.warm_tokens = 0
+
+    def renewed(self) -> Runner:
+        """Another one in its place, with nothing running."""
+        new = Runner(self.model, self.cache, self.vocabulary, self.costs, self.batched)
+        new.prefilled_tokens, new.warm_tokens = self.prefilled_tokens, self.warm_tokens
+        return new
+
+    def bytes_for(self, tokens: int) -> int:
+        """What a sequence of this length takes while it runs."""
+        return self.costs.fixed + self.costs.row * tokens
 
     def start(self, sequence: Sequence) -> None:
         """Match and restore."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rewarm.cache.tree import agreement
+from rewarm.cache.tree import WIDTH, agreement
 
 AGEING = 4
 """A prompt is overtaken by about this many times its own work, and no more."""
@@ -83,9 +83,16 @@ class Scheduler:
     def add(self, job: Job) -> None:
         job.arrived = self.clock
         if not job.warm:
+            least = slice(job.known * WIDTH, (job.known + WORTH_WAITING) * WIDTH)
             for other in self._ahead_of(job):
+                if other.data[least] != job.data[least]:
+                    continue
                 shared = min(agreement(other.data, job.data), job.stop, other.stop)
-                if shared - job.known >= WORTH_WAITING:
+                if shared - job.known < WORTH_WAITING:
+                    continue
+                if other.warm:
+                    job.marks.add(shared)  # it has to let this one pass, and goes on from there
+                else:
                     job.agrees[other.id] = shared
         self.jobs[job.id] = job
         self._follow(job)
@@ -188,6 +195,5 @@ class Scheduler:
 
     def _ahead_of(self, job: Job) -> Iterator[Job]:
         for other in self.jobs.values():
-            same = other.salt == job.salt and not other.warm
-            if same and other.stage in ("waiting", "prefilling"):
+            if other.salt == job.salt and other.stage in ("waiting", "prefilling"):
                 yield other

@@ -1,0 +1,124 @@
+"""An engine under test, and a sink that collects what it answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rewarm.cache import PrefixCache
+from rewarm.cache.model import evaluate
+from rewarm.engine import Engine, EngineOptions, Finish, Loaded, Report, Request, Sampled
+
+PATIENCE = 120.0
+
+
+class Collected:
+    """What came back for one request."""
+
+    def __init__(self, on_token: Callable[[Sampled], bool] | None = None) -> None:
+        self.sampled: dict[int, list[Sampled]] = {}
+        self.times: list[float] = []
+        self.progress: list[tuple[int, int]] = []
+        self.reasons: dict[int, Finish] = {}
+        self.report: Report | None = None
+        self.error: Exception | None = None
+        self.calls_after_end = 0
+        self._on_token = on_token
+        self._over = threading.Event()
+        self._begun = threading.Event()
+
+    def prefilled(self, done: int, total: int) -> None:
+        self.progress.append((done, total))
+        self._begun.set()
+
+    def token(self, choice: int, sampled: Sampled) -> bool:
+        self.calls_after_end += choice in self.reasons or self._over.is_set()
+        self.sampled.setdefault(choice, []).append(sampled)
+        self.times.append(time.perf_counter())
+        return self._on_token(sampled) if self._on_token else False
+
+    def ended(self, choice: int, reason: Finish) -> None:
+        self.calls_after_end += choice in self.reasons
+        self.reasons[choice] = reason
+
+    def done(self, report: Report) -> None:
+        self.calls_after_end += self._over.is_set()
+        self.report = report
+        self._over.set()
+
+    def failed(self, error: Exception) -> None:
+        self.calls_after_end += self._over.is_set()
+        self.error = error
+        self._over.set()
+
+    def begun(self) -> None:
+        assert self._begun.wait(PATIENCE), "its prefill never began"
+
+    def over(self) -> Collected:
+        assert self._over.wait(PATIENCE), "no answer"
+        return self
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.tokens_of(0)
+
+    def tokens_of(self, choice: int) -> list[int]:
+        return [s.token for s in self.sampled.get(choice, [])]
+
+    @property
+    def prefilled_tokens(self) -> int:
+        assert self.report is not None
+        return self.report.prefilled
+
+
+@contextmanager
+def engine(
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    memory: str = "256MB",
+    chunk: int = 32,
+    reuse: Any = "fast",
+    cache: Any = None,
+    **options: Any,
+) -> Iterator[Engine]:
+    def load() -> Loaded:
+        made = cache or PrefixCache(model, memory=memory, chunk=chunk, reuse=reuse)
+        return Loaded(model, tokenizer, made)
+
+    evaluate(model)  # made in this thread, run in another
+    running = Engine(load, EngineOptions(**options))
+    running.start()
+    try:
+        assert running.wait(PATIENCE) == "ready", running.detail
+        yield running
+    finally:
+        running.stop()
+        if running.state == "stopped":
+            running.cache.verify()
+            assert running.cache.stats().leases == 0
+
+
+def ask(server: Engine, tokens: Any, max_tokens: int = 12, **options: Any) -> Collected:
+    """Submit, and return at once."""
+    sink = options.pop("sink", None) or Collected()
+    server.submit(Request(tokens, sink, max_tokens, **options))
+    return sink  # type: ignore[no-any-return]
+
+
+def answer(server: Engine, tokens: Any, max_tokens: int = 12, **options: Any) -> Collected:
+    """Submit, and wait for the answer."""
+    collected = ask(server, tokens, max_tokens, **options).over()
+    assert collected.error is None, collected.error
+    return collected
+
+
+def settled(server: Engine) -> None:
+    """Until warm-ahead is done."""
+    until = time.monotonic() + PATIENCE
+    while server.stats().warm_waiting:
+        assert time.monotonic() < until, "warm-ahead never ended"
+        time.sleep(0.002)

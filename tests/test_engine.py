@@ -1,0 +1,497 @@
+"""The engine on real models: shared prefill, batches, turns, cancels, failures, warm-ahead."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from rewarm.cache import Boundary, PrefixCache
+from rewarm.engine import Engine, Loaded, Request, Sampled, Sampling, runner
+from rewarm.engine.batch import decodes_in_batches
+from rewarm.engine.loop import Loop
+from rewarm.engine.sampling import make_processors
+from rewarm.errors import (
+    ContextExceeded,
+    EngineFault,
+    InvalidOption,
+    InvalidPrompt,
+    NotReady,
+    QueueFull,
+)
+from tests import zoo
+from tests.conftest import SOAK
+from tests.serving import Collected, answer, ask, engine, settled
+from tests.support import Counted, joined, prompt
+from tests.test_zoo import REQUIRED
+
+PADDING_HURTS = [
+    "nemotron_h",
+    "mamba",
+    "jamba",
+    "rwkv7",
+    "recurrent_gemma",
+    "olmo_hybrid",
+    "bailing_moe_linear",
+    "baichuan_m1",
+]
+SAMPLE = sorted(
+    REQUIRED if SOAK else {*PADDING_HURTS, "llama", "qwen3_5", "gpt_oss", "gemma3_text"}
+)
+
+
+def burst(server: Engine, prompts: list[Any], **options: Any) -> list[Collected]:
+    asked = [ask(server, p, **options) for p in prompts]
+    return [a.over() for a in asked]
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_parallel_answers_are_those_of_a_fresh_server_asked_one_by_one(name: str) -> None:
+    model = zoo.tiny(name)
+    head = prompt(70)
+    prompts = [joined(head, prompt(5 + 9 * i, seed=i + 1)) for i in range(8)]
+    expected = []
+    for each in prompts:
+        with engine(model) as fresh:
+            expected.append(answer(fresh, each).tokens)
+    counted = Counted(model)
+    with engine(counted, max_batch=8) as server:
+        counted.computed = 0
+        for _ in range(3):
+            answers = burst(server, prompts)
+            assert [a.tokens for a in answers] == expected
+        decoded = sum(len(a.tokens) for a in answers) * 3
+        assert counted.computed == server.stats().prefilled_tokens + decoded
+        # Once each, and one token again for every repeat.
+        distinct = 70 + sum(len(p) - 70 for p in prompts)
+        assert server.stats().prefilled_tokens <= distinct + 2 * len(prompts) + 16
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "llama", "gpt_oss"])
+@pytest.mark.parametrize("reuse", ["fast", "exact"])
+@pytest.mark.parametrize("boundary", [True, False])
+def test_a_cold_burst_computes_what_it_shares_once(name: str, reuse: str, boundary: bool) -> None:
+    counted = Counted(zoo.tiny(name))
+    head = prompt(160)
+    boundaries = [Boundary(160, "system")] if boundary else []
+    prompts = [joined(head, prompt(20, seed=i + 1)) for i in range(8)]
+    with engine(counted, reuse=reuse) as server:
+        counted.computed = 0
+        answers = burst(server, prompts, boundaries=boundaries, max_tokens=2)
+        computed = counted.computed - sum(len(a.tokens) for a in answers)
+        assert computed == sum(a.prefilled_tokens for a in answers)
+        again = 0 if reuse == "fast" or boundary else 7 * 32
+        assert computed <= 160 + 8 * 20 + again
+
+
+def test_a_request_that_comes_late_waits_for_the_prefix_that_is_being_computed() -> None:
+    head = prompt(400)
+    with engine(zoo.tiny("qwen3_5")) as server:
+        first = ask(server, joined(head, prompt(30, seed=1)))
+        first.begun()
+        second = answer(server, joined(head, prompt(30, seed=2)))
+        assert first.over().prefilled_tokens + second.prefilled_tokens == 460
+
+
+def test_no_wait_and_no_hit_crosses_two_salts() -> None:
+    both = prompt(300)
+    with engine(zoo.tiny("qwen3_5")) as server:
+        answers = [ask(server, both, salt=s) for s in ("a", "b", "a")]
+        prefilled = [a.over().prefilled_tokens for a in answers]
+    assert prefilled == [300, 300, 1]
+
+
+def test_a_long_prefill_lets_others_stream_and_a_short_prompt_pass() -> None:
+    chunk = 256
+    long, short = prompt(20_000), prompt(40, seed=1)
+    steps: list[str] = []
+
+    class Watched(Counted):
+        def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
+            steps.append("decode" if tokens.shape[1] == 1 else "prefill")
+            return super().__call__(tokens, **options)
+
+    with engine(Watched(zoo.tiny("llama")), chunk=chunk) as server:
+        streaming = ask(server, prompt(20, seed=3), max_tokens=24)
+        while not streaming.times:
+            time.sleep(0.001)
+        slow = ask(server, long, max_tokens=1)
+        slow.begun()
+        steps.clear()
+        passed = answer(server, short, max_tokens=4)
+        streaming.over()
+        while_streaming = steps[: 2 * 16]
+        assert slow.report is None, "the short prompt waited for the long one"
+        assert passed.tokens
+        server.cancel(_request_of(server, slow))
+        slow.over()
+    # Never two chunks without a step of the batch between them.
+    assert ("prefill", "prefill") not in pairwise(while_streaming)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "llama", "gpt_oss"])
+def test_what_a_cancelled_request_computed_is_kept(name: str) -> None:
+    tokens = prompt(4000)
+    with engine(zoo.tiny(name)) as server:
+        first = ask(server, tokens, max_tokens=500)
+        first.begun()
+        request = _request_of(server, first)
+        server.cancel(request)
+        server.cancel(request)
+        first.over()
+        assert first.reasons == {0: "cancelled"}
+        assert first.report is not None
+        done = first.report.match.resume + first.report.prefilled
+        assert done < 4000
+        second = answer(server, tokens, max_tokens=1)
+        assert second.report is not None
+        assert second.report.match.resume == done
+
+
+def test_a_cancelled_answer_stays_in_the_tree() -> None:
+    tokens = prompt(50)
+    with engine(zoo.tiny("qwen3_5")) as server:
+        first = ask(server, tokens, max_tokens=10_000)
+        while len(first.times) < 20:
+            time.sleep(0.001)
+        server.cancel(_request_of(server, first))
+        made = first.over().tokens
+        again = answer(server, joined(tokens, np.array(made, np.int32), prompt(5)), max_tokens=1)
+        assert again.report is not None
+        assert again.report.match.resume == 50 + len(made)
+
+
+def _request_of(server: Engine, sink: Collected) -> Request:
+    for sequence in list(server._loop.sequences.values()):
+        if sequence.request is not None and sequence.request.sink is sink:
+            return sequence.request
+    raise AssertionError("this request is over")
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request named after a number fails in the step before that many tokens are chosen."""
+
+    def with_fuse(request: Request) -> list[Any]:
+        processors = make_processors(request)
+        if request.name:
+            left = iter(range(int(request.name)))
+
+            def burn(_: mx.array, logits: mx.array) -> mx.array:
+                if next(left, None) is None:
+                    raise RuntimeError("injected")
+                return logits
+
+            processors.append(burn)
+        return processors
+
+    monkeypatch.setattr(runner, "make_processors", with_fuse)
+
+
+@pytest.mark.usefixtures("fault")
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss", "afm7"])
+@pytest.mark.parametrize("steps", [0, 1, 6])
+def test_a_request_that_fails_inside_a_step_costs_its_neighbours_nothing(
+    name: str, steps: int
+) -> None:
+    model = zoo.tiny(name)
+    prompts = [prompt(30 + i, seed=i) for i in range(5)]
+    with engine(model) as server:
+        expected = [answer(server, p, max_tokens=30).tokens for p in prompts]
+    with engine(model) as server:
+        asked = [ask(server, p, max_tokens=30) for p in prompts[:4]]
+        while not all(a.times for a in asked):
+            time.sleep(0.001)
+        bad = ask(server, prompts[4], max_tokens=30, name=str(steps))
+        assert isinstance(bad.over().error, EngineFault)
+        assert "injected" not in str(bad.error)
+        assert [a.over().tokens for a in asked] == expected[:4]
+        assert all(a.error is None and not a.calls_after_end for a in asked)
+        assert answer(server, prompts[4], max_tokens=30).tokens == expected[4]
+        assert (server.state, server.stats().restarts) == ("ready", 0)
+
+
+def test_a_prompt_that_fails_in_prefill_fails_alone() -> None:
+    class Fragile(Counted):
+        def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
+            if tokens.shape[1] == 31:
+                raise RuntimeError("injected")
+            return super().__call__(tokens, **options)
+
+    with engine(Fragile(zoo.tiny("qwen3_5"))) as server:
+        good = ask(server, prompt(50), max_tokens=40)
+        bad = ask(server, prompt(32, seed=1))
+        assert isinstance(bad.over().error, EngineFault)
+        assert len(good.over().tokens) == 40
+        assert answer(server, prompt(33, seed=1)).tokens
+
+
+def test_a_sink_that_raises_ends_only_its_own_request() -> None:
+    def refuse(_: Sampled) -> bool:
+        raise ValueError("no more")
+
+    with engine(zoo.tiny("llama")) as server:
+        good = ask(server, prompt(20), max_tokens=40)
+        bad = ask(server, prompt(20, seed=1), n=3, sink=Collected(refuse))
+        assert isinstance(bad.over().error, EngineFault)
+        assert len(good.over().tokens) == 40
+
+
+def test_the_engine_starts_again_after_a_turn_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [prompt(40 + i, seed=i) for i in range(3)]
+    turn = Loop.turn
+    fuse = ["not yet"]
+
+    def fail_once(loop: Loop) -> None:
+        turn(loop)
+        if fuse and all(len(s.generated) > 3 for s in loop.sequences.values()):
+            fuse.pop()
+            raise RuntimeError("injected")
+
+    with engine(zoo.tiny("qwen3_5")) as server:
+        expected = [answer(server, p, max_tokens=20).tokens for p in prompts]
+        monkeypatch.setattr(Loop, "turn", fail_once)
+        asked = [ask(server, p, max_tokens=20) for p in prompts]
+        assert [a.over().tokens for a in asked] == expected
+        assert server.stats().restarts == 1
+        assert server.state == "ready"
+
+
+def test_requests_are_answered_even_where_every_turn_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(loop: Loop) -> None:
+        raise RuntimeError("injected")
+
+    with engine(zoo.tiny("llama")) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(Loop, "turn", fail)
+            assert isinstance(ask(server, prompt(20)).over().error, EngineFault)
+            assert server.state == "failing"
+            assert "RuntimeError" in server.detail
+        assert answer(server, prompt(20)).tokens
+        assert server.state == "ready"
+
+
+@pytest.mark.parametrize("name", ["afm7", "gemma2", "llama4"])
+def test_models_that_are_wrong_in_a_batch_decode_one_at_a_time(name: str) -> None:
+    widths: list[int] = []
+
+    class Watched(Counted):
+        def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
+            widths.append(tokens.shape[0])
+            return super().__call__(tokens, **options)
+
+    model = zoo.tiny(name)
+    prompts = [prompt(20 + 7 * i, seed=i) for i in range(4)]
+    expected = []
+    for each in prompts:
+        with engine(model) as fresh:
+            expected.append(answer(fresh, each, max_tokens=20).tokens)
+    with engine(Watched(model)) as server:
+        widths.clear()
+        assert [a.tokens for a in burst(server, prompts, max_tokens=20)] == expected
+    assert set(widths) == {1}
+
+
+def test_the_batch_check_finds_wrong_logits() -> None:
+    class Wrong(Counted):
+        def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
+            logits = super().__call__(tokens, **options)
+            return logits if tokens.shape[0] == 1 else logits[::-1]
+
+    model = zoo.tiny("llama")
+    blank = PrefixCache(model, memory="16MB").blank
+    assert decodes_in_batches(model, blank, zoo.VOCABULARY)
+    assert not decodes_in_batches(Wrong(model), blank, zoo.VOCABULARY)
+    quantised = PrefixCache(model, memory="16MB", kv_bits=8, kv_group_size=32).blank
+    assert not decodes_in_batches(model, quantised, zoo.VOCABULARY)
+
+
+def test_a_seed_gives_the_same_answer_alone_in_a_batch_and_from_the_cache() -> None:
+    tokens = prompt(60)
+    warm = Sampling(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, seed=11)
+    with engine(zoo.tiny("qwen3_5")) as server:
+        alone = answer(server, tokens, sampling=warm, max_tokens=24).tokens
+        asked = [ask(server, prompt(30, seed=i), max_tokens=60) for i in range(3)]
+        in_batch = answer(server, tokens, sampling=warm, max_tokens=24)
+        assert in_batch.tokens == alone
+        assert in_batch.prefilled_tokens == 1
+        other = answer(server, tokens, sampling=Sampling(temperature=1.0, seed=12), max_tokens=24)
+        assert other.tokens != alone
+        unseeded = [Sampling(temperature=1.0)] * 2
+        first, second = (answer(server, tokens, sampling=s, max_tokens=24) for s in unseeded)
+        assert first.tokens != second.tokens
+        for each in asked:
+            each.over()
+
+
+def test_several_answers_to_one_prompt_take_one_prefill() -> None:
+    counted = Counted(zoo.tiny("qwen3_5"))
+    with engine(counted) as server:
+        counted.computed = 0
+        many = answer(
+            server, prompt(200), n=4, sampling=Sampling(temperature=1.0, seed=3), max_tokens=8
+        )
+        answers = [many.tokens_of(i) for i in range(4)]
+        assert [len(a) for a in answers] == [8, 8, 8, 8]
+        assert len({tuple(a) for a in answers}) == 4
+        assert many.reasons == dict.fromkeys(range(4), "length")
+        # Each of the others runs the last prompt token again.
+        assert counted.computed == 200 + 3 + 4 * 8
+
+
+def test_each_request_has_its_own_logprobs() -> None:
+    model = zoo.tiny("qwen3_5")
+    tokens = prompt(40)
+    with engine(model) as server:
+        answers = burst(server, [tokens] * 3, max_tokens=5)
+        three = ask(server, tokens, max_tokens=5, top_logprobs=3)
+        none = ask(server, tokens, max_tokens=5, top_logprobs=0)
+        for collected in (three.over(), none.over()):
+            assert collected.tokens == answers[0].tokens
+        assert all(len(s.top) == 3 for s in three.sampled[0])
+        assert all(s.top == () and s.logprob is not None for s in none.sampled[0])
+        assert all(s.logprob is None for s in answers[0].sampled[0])
+        for s, other in zip(three.sampled[0], none.sampled[0], strict=True):
+            assert s.top[0].token == s.token
+            assert s.top[0].logprob == s.logprob == pytest.approx(other.logprob, abs=1e-4)
+    caches = PrefixCache(model, memory="16MB").blank()
+    logits = model(mx.array(tokens)[None], cache=caches)[0, -1]
+    expected = logits - mx.logsumexp(logits)
+    first = three.sampled[0][0]
+    assert first.logprob == pytest.approx(float(expected.max()), abs=1e-4)
+
+
+def test_penalties_and_bias_change_the_choice() -> None:
+    tokens = prompt(40)
+    with engine(zoo.tiny("llama")) as server:
+        plain = answer(server, tokens, max_tokens=8).tokens
+        banned = Sampling(logit_bias={plain[0]: -1000.0})
+        assert plain[0] not in answer(server, tokens, max_tokens=8, sampling=banned).tokens
+        wanted = Sampling(logit_bias={7: 1000.0})
+        assert answer(server, tokens, max_tokens=4, sampling=wanted).tokens == [7] * 4
+        once = Sampling(logit_bias={7: 50.0}, frequency_penalty=100.0)
+        assert answer(server, tokens, max_tokens=4, sampling=once).tokens.count(7) == 1
+        once = Sampling(logit_bias={7: 50.0}, presence_penalty=100.0)
+        assert answer(server, tokens, max_tokens=4, sampling=once).tokens.count(7) == 1
+        repeated = joined(tokens, np.full(3, 7, np.int32))
+        fewer = Sampling(logit_bias={7: 60.0}, repetition_penalty=100.0)
+        assert answer(server, repeated, max_tokens=1, sampling=fewer).tokens != [7]
+        opened = answer(server, tokens, max_tokens=4, opening=(3, 4)).tokens
+        assert opened[:2] == [3, 4]
+        later = answer(server, tokens, max_tokens=6, opening=(3, 4), opens_after=(plain[1],)).tokens
+        assert later[:4] == [*plain[:2], 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (Sampling(temperature=-1.0), "temperature"),
+        (Sampling(temperature=float("nan")), "temperature"),
+        (Sampling(top_p=1.5), "top_p"),
+        (Sampling(top_k=-3), "top_k"),
+        (Sampling(min_p=2.0), "min_p"),
+        (Sampling(repetition_penalty=0.0), "repetition_penalty"),
+        (Sampling(presence_penalty=float("inf")), "presence_penalty"),
+        (Sampling(logit_bias={512: 1.0}), "logit_bias"),
+        (Sampling(logit_bias={-1: 1.0}), "logit_bias"),
+        (Sampling(logit_bias={3: float("nan")}), "logit_bias"),
+        (Sampling(seed=1.5), "seed"),  # type: ignore[arg-type]
+    ],
+)
+def test_sampling_values_are_checked_before_admission(value: Sampling, named: str) -> None:
+    with engine(zoo.tiny("llama")) as server:
+        with pytest.raises(InvalidOption, match=named):
+            ask(server, prompt(10), sampling=value)
+        assert answer(server, prompt(10)).tokens
+
+
+def test_limits_are_kept() -> None:
+    with engine(zoo.tiny("llama"), context=100, max_queue=3) as server:
+        with pytest.raises(ContextExceeded, match=r"150 tokens.*100"):
+            ask(server, prompt(150))
+        assert len(answer(server, prompt(90), max_tokens=500).tokens) == 10
+        with pytest.raises(InvalidPrompt):
+            ask(server, np.array([512]))
+        with pytest.raises(InvalidPrompt):
+            ask(server, np.array([], np.int32))
+        assert len(answer(server, np.array([5]), max_tokens=3).tokens) == 3
+        with pytest.raises(QueueFull) as full:
+            ask(server, prompt(90), n=4)
+        assert full.value.retry_after >= 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "llama", "gpt_oss"])
+def test_warm_ahead_prefills_what_comes_next(name: str) -> None:
+    counted = Counted(zoo.tiny(name))
+    turn, history = prompt(60), prompt(90, seed=1)
+    ahead = joined(turn, history)
+    with engine(counted) as server:
+        answer(server, turn)
+        server.warm(ahead)
+        settled(server)
+        stats = server.stats()
+        assert stats.warm_tokens == 90 + (0 if name != "qwen3_5" else 1)
+        next_turn = answer(server, joined(ahead, prompt(20, seed=2)))
+        assert next_turn.prefilled_tokens == 20
+        assert server.stats().warm_tokens == stats.warm_tokens
+
+
+def test_warm_ahead_lets_a_request_pass_and_keeps_what_it_did() -> None:
+    ahead = prompt(5000)
+    with engine(zoo.tiny("qwen3_5")) as server:
+        server.warm(ahead)
+        while not server.stats().warm_tokens:
+            time.sleep(0.0005)
+        quick = answer(server, prompt(20, seed=1), max_tokens=2)
+        assert quick.tokens
+        taken = answer(server, joined(ahead, prompt(5)), max_tokens=1)
+        warmed = server.stats().warm_tokens
+        assert taken.report is not None
+        assert 0 < taken.report.match.resume <= warmed
+        settled(server)
+        assert server.stats().warm_tokens + taken.prefilled_tokens <= 5005 + 32
+
+
+def test_warm_ahead_evicts_nothing_but_warm_ahead() -> None:
+    with engine(zoo.tiny("llama"), memory="3MB") as server:
+        kept = [prompt(150, seed=i) for i in range(4)]
+        for each in kept:
+            answer(server, each, max_tokens=1)
+        for i in range(20):
+            server.warm(prompt(300, seed=100 + i))
+        settled(server)
+        assert server.stats().warm_tokens > 3000
+        for each in kept:
+            assert answer(server, each, max_tokens=1).prefilled_tokens == 1
+
+
+def test_stopping_ends_what_runs_and_refuses_what_comes() -> None:
+    with engine(zoo.tiny("llama")) as server:
+        running = ask(server, prompt(20), max_tokens=100_000)
+        while not running.times:
+            time.sleep(0.001)
+        server.stop(grace=0.1)
+        assert running.over().reasons == {0: "cancelled"}
+        assert server.state == "stopped"
+        with pytest.raises(NotReady):
+            ask(server, prompt(20))
+
+
+def test_a_model_that_does_not_load_is_said_to_fail() -> None:
+    def load() -> Loaded:
+        raise OSError("no such folder")
+
+    server = Engine(load)
+    assert server.state == "loading"
+    with pytest.raises(NotReady, match="being loaded"):
+        server.submit(Request(prompt(5), Collected(), 5))
+    server.start()
+    assert server.wait(10) == "failing"
+    assert "no such folder" in server.detail
+    server.stop()

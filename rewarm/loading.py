@@ -1,7 +1,9 @@
-"""Loading models: a path, or a Hugging Face id."""
+"""Loading models: the built-in one, a path, or a Hugging Face id."""
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,18 +11,45 @@ import mlx_lm
 
 from rewarm.errors import InvalidOption
 
+log = logging.getLogger("rewarm")
+
+BUILT_IN = "pocket"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
 
 class Loaded(NamedTuple):
     model: Any
     tokenizer: Any
 
 
-def load(model: str | Path, *, adapter_path: str | None = None, **options: Any) -> Loaded:
+def load(
+    model: str | Path = BUILT_IN,
+    *,
+    adapter_path: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Loaded:
     """A model and its tokenizer, by mlx-lm's own loader."""
-    if str(model) == "pocket":
+    if str(model) == BUILT_IN:
+        return _stand_in()
+    if not Path(model).is_dir() and not HUB_ID.fullmatch(str(model)):
         raise InvalidOption(
-            'model="pocket": the built-in model is not in this version; give the path of a model '
-            "folder or a Hugging Face id"
+            f"model={str(model)!r} is neither a folder nor a Hugging Face id such as "
+            '"mlx-community/Qwen3.5-9B-4bit"'
         )
+    if adapter_path is not None and not Path(adapter_path).is_dir():
+        raise InvalidOption(f"adapter_path={adapter_path!r} is not a folder")
+    if trust_remote_code:
+        options["tokenizer_config"] = {"trust_remote_code": True}
     loaded = mlx_lm.load(str(model), adapter_path=adapter_path, **options)
     return Loaded(loaded[0], loaded[1])
+
+
+def _stand_in() -> Loaded:
+    from rewarm.demo import tiny_model, tiny_tokenizer
+
+    log.warning(
+        "the built-in model is a stand-in with random weights: what it writes means nothing, what "
+        "it reuses is real"
+    )
+    return Loaded(tiny_model(), tiny_tokenizer())

@@ -131,12 +131,18 @@ def checked_tokens(tokens: Sequence[int] | npt.NDArray[Any], vocabulary: int) ->
     return given.astype(np.int32)
 
 
+def check_kv(kv_bits: int | None, kv_group_size: int) -> None:
+    if kv_bits is not None and kv_bits not in (2, 3, 4, 5, 6, 8):
+        raise InvalidOption(f"kv_bits={kv_bits!r}: MLX quantises to 2, 3, 4, 5, 6 or 8 bits")
+    if kv_bits is not None and kv_group_size not in (32, 64, 128):
+        raise InvalidOption(f"kv_group_size={kv_group_size!r}: MLX has groups of 32, 64 or 128")
+
+
 def cache_maker(
     model: Any, max_kv_size: int | None, kv_bits: int | None, kv_group_size: int
 ) -> MakeCaches:
     """mlx-lm's own caches for a model; with `kv_bits`, full attention is quantised from token 0."""
-    if kv_bits is not None and kv_bits not in (2, 3, 4, 5, 6, 8):
-        raise InvalidOption(f"kv_bits={kv_bits!r}: MLX quantises to 2, 3, 4, 5, 6 or 8 bits")
+    check_kv(kv_bits, kv_group_size)
 
     def make() -> list[Any]:
         try:

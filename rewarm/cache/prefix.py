@@ -22,7 +22,15 @@ from .find import Found, find, restore
 from .layout import Layout
 from .lease import Cut, Lease, Match, Pin
 from .memory import Held, MemoryTier, auto_size, most_buffers, parse_size
-from .model import MakeCaches, Namespace, cache_maker, checked_tokens, fingerprint, vocabulary_size
+from .model import (
+    MakeCaches,
+    Namespace,
+    cache_maker,
+    check_kv,
+    checked_tokens,
+    fingerprint,
+    vocabulary_size,
+)
 from .placement import WEIGHTS, Boundary, ChatPlacement, Kind, Placement, Shape
 from .retention import Evictor, Retention, WorkPerByte
 from .tree import Checkpoint, ChunkTree, Node, Origin, Tokens, Tree, encode
@@ -79,12 +87,7 @@ class PrefixCache:
         adapter: str = "",
         max_buffers: int | None = None,
     ) -> None:
-        if reuse not in ("fast", "exact"):
-            raise InvalidOption(f'reuse={reuse!r} is unknown: give "fast" or "exact"')
-        if disk is not None:
-            raise InvalidOption(f"disk={disk!r}: this version has no disk tier yet; leave it out")
-        if chunk is not None and chunk < APART:
-            raise InvalidOption(f"chunk={chunk!r} is too short: give {APART} or more tokens")
+        self.check_options(memory, disk, disk_size, reuse, chunk, kv_bits, kv_group_size)
         budget = parse_size(memory) if memory != "auto" else auto_size()
         self.model = model
         self.reuse = reuse
@@ -115,6 +118,28 @@ class PrefixCache:
         self._clock = 0
         self._hits = self._misses = 0
         self._closed = False
+
+    @staticmethod
+    def check_options(
+        memory: int | str = "auto",
+        disk: str | None = None,
+        disk_size: int | str = "20GB",
+        reuse: str = "fast",
+        chunk: int | None = None,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+    ) -> None:
+        """Raise for values that mean nothing, before a model is loaded for them."""
+        if reuse not in ("fast", "exact"):
+            raise InvalidOption(f'reuse={reuse!r} is unknown: give "fast" or "exact"')
+        if disk is not None:
+            raise InvalidOption(f"disk={disk!r}: this version has no disk tier yet; leave it out")
+        if chunk is not None and chunk < APART:
+            raise InvalidOption(f"chunk={chunk!r} is too short: give {APART} or more tokens")
+        check_kv(kv_bits, kv_group_size)
+        parse_size(disk_size, "disk_size")
+        if memory != "auto":
+            parse_size(memory)
 
     def match(
         self,

@@ -1,0 +1,253 @@
+"""A chat in the terminal, on an engine of its own."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from rewarm.engine import Engine, Finish, Report, Request, Sampled, Sampling
+from rewarm.errors import InvalidPrompt, NotReady, RewarmError
+from rewarm.prompt import Answer, ChatRenderer, Message, Piece, Prompt
+
+HELP = """\
+/reset          forget the conversation
+/system TEXT    set the system prompt (nothing after it: take it away)
+/undo           take back the last question and its answer
+/help           this
+/quit           leave (or Ctrl-D)
+Ctrl-C stops an answer. Arrow up brings back what you typed before."""
+
+WORTH_A_BAR = 0.4
+"""Seconds of prefill after which its progress is shown."""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    system: str | None = None
+    max_tokens: int = 2048
+    sampling: Sampling = field(default_factory=Sampling)
+    template: dict[str, Any] = field(default_factory=dict)
+    warm_ahead: bool = True
+
+
+@dataclass(frozen=True)
+class _Progress:
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class _End:
+    report: Report | None
+    error: Exception | None = None
+
+
+class _Sink:
+    """From the engine's thread to the terminal's."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.tokens = 0
+        self.events: queue.SimpleQueue[_Progress | Piece | _End] = queue.SimpleQueue()
+
+    def prefilled(self, done: int, total: int) -> None:
+        self.events.put(_Progress(done, total))
+
+    def token(self, choice: int, sampled: Sampled) -> bool:
+        self.tokens += 1
+        piece = self.answer.add(sampled.token)
+        self.events.put(piece)
+        return piece.stop is not None
+
+    def ended(self, choice: int, reason: Finish) -> None:
+        self.events.put(self.answer.finish())
+
+    def done(self, report: Report) -> None:
+        self.events.put(_End(report))
+
+    def failed(self, error: Exception) -> None:
+        self.events.put(_End(None, error))
+
+
+class Chat:
+    """The conversation, and how a turn of it looks."""
+
+    def __init__(self, engine: Engine, options: ChatOptions, console: Console) -> None:
+        self.engine = engine
+        self.options = options
+        self.console = console
+        self.renderer = ChatRenderer(engine.tokenizer)
+        self.system = options.system
+        self.messages: list[Message] = []
+
+    def run(self) -> None:
+        """Until Ctrl-D or /quit."""
+        with _history():
+            while True:
+                try:
+                    line = input("\x01\x1b[1m\x02>\x01\x1b[0m\x02 ").strip()
+                except KeyboardInterrupt:
+                    self.console.print("  [dim](Ctrl-D or /quit leaves)[/]")
+                    continue
+                except EOFError:
+                    self.console.print()
+                    return
+                if line.startswith("/"):
+                    if not self._command(line):
+                        return
+                elif line:
+                    self._turn(line)
+
+    def _command(self, line: str) -> bool:
+        """Whether to go on."""
+        name, _, rest = line.partition(" ")
+        say = self.console.print
+        if name in ("/quit", "/exit"):
+            return False
+        if name == "/reset":
+            self.messages.clear()
+            say("[dim]a new conversation[/]")
+        elif name == "/undo":
+            self._undo()
+        elif name == "/system":
+            self.system = rest.strip() or None
+            say("[dim]system prompt set[/]" if self.system else "[dim]no system prompt[/]")
+        elif name == "/help":
+            say(HELP, markup=False, highlight=False)
+        else:
+            say(f"{name} is unknown: /help lists what there is", style="red", markup=False)
+        return True
+
+    def _undo(self) -> None:
+        while self.messages and self.messages.pop()["role"] != "user":
+            pass
+        turns = sum(m["role"] == "user" for m in self.messages)
+        self.console.print(f"[dim]back to turn {turns}[/]")
+
+    def _turn(self, line: str) -> None:
+        self.messages.append({"role": "user", "content": line})
+        try:
+            prompt = self.renderer.render(self._chat(), **self._options())
+            answer = Answer(self.engine.tokenizer, prompt.tokens)
+            self._ask(prompt, answer)
+        except RewarmError as error:
+            self.messages.pop()
+            self.console.print(str(error), style="red", markup=False)
+            return
+        self.messages.append(answer.message())
+        if self.options.warm_ahead:
+            self._warm_ahead()
+
+    def _ask(self, prompt: Prompt, answer: Answer) -> None:
+        sink = _Sink(answer)
+        request = Request(
+            tokens=prompt.tokens,
+            sink=sink,
+            max_tokens=self.options.max_tokens,
+            sampling=self.options.sampling,
+            boundaries=prompt.boundaries,
+            end_tokens=frozenset(self.engine.tokenizer.eos_token_ids),
+        )
+        self.engine.submit(request)
+        with _on_interrupt(lambda: self.engine.cancel(request)):
+            end = self._show(sink)
+        if end.report is None:
+            raise end.error or NotReady("the engine stopped")
+        self._summary(end.report, sink.tokens)
+
+    def _show(self, sink: _Sink) -> _End:
+        """Print what comes: a bar while a long prompt is computed, then the answer."""
+        began = time.monotonic()
+        bar: Progress | None = None
+        while True:
+            event = sink.events.get()
+            if isinstance(event, _Progress):
+                if bar is None and time.monotonic() - began > WORTH_A_BAR:
+                    columns = (TextColumn("[dim]reading"), BarColumn(), MofNCompleteColumn())
+                    bar = Progress(*columns, console=self.console, transient=True)
+                    bar.add_task("")
+                    bar.start()
+                if bar is not None:
+                    bar.update(bar.task_ids[0], completed=event.done, total=event.total)
+                continue
+            if bar is not None:
+                bar.stop()
+                bar = None
+            if isinstance(event, _End):
+                return event
+            self._print(event)
+
+    def _print(self, piece: Piece) -> None:
+        plain = {"end": "", "markup": False, "highlight": False, "soft_wrap": True}
+        if piece.reasoning:
+            self.console.print(piece.reasoning, style="dim", **plain)  # type: ignore[arg-type]
+        if piece.text:
+            self.console.print(piece.text, **plain)  # type: ignore[arg-type]
+        for call in piece.calls:
+            self.console.print(f"\n{call['function']}", style="cyan", **plain)  # type: ignore[arg-type]
+
+    def _summary(self, report: Report, tokens: int) -> None:
+        match = report.match
+        new = report.prefilled - match.replay
+        again = f", {match.replay:,} again" if match.replay else ""
+        share = match.resume / match.tokens
+        self.console.print(
+            f"\n[dim]{match.tokens:,} tokens: {match.resume:,} cached ({share:.0%}){again}, "
+            f"{new:,} new · first token {report.ttft_ms / 1e3:.2f} s · {tokens:,} written[/]"
+        )
+
+    def _warm_ahead(self) -> None:
+        """While you read and type, the next prompt is prepared."""
+        with suppress(InvalidPrompt):
+            ahead = self.renderer.ahead(self._chat(), **self._options())
+            if ahead is not None:
+                self.engine.warm(ahead.tokens, ahead.boundaries)
+
+    def _chat(self) -> list[Message]:
+        first: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        return first + self.messages
+
+    def _options(self) -> dict[str, Any]:
+        return {"every_turn": self.engine.cache.reuse == "exact", **self.options.template}
+
+
+@contextmanager
+def _on_interrupt(call: Any) -> Iterator[None]:
+    """Ctrl-C stops the answer, not the program."""
+    before = signal.signal(signal.SIGINT, lambda *_: call())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _history() -> Iterator[None]:
+    """Line editing, and what was typed before; without either where the terminal has none."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    path = state / "rewarm" / "history"
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        readline.read_history_file(path)
+    readline.set_history_length(1000)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            readline.write_history_file(path)

@@ -195,6 +195,7 @@ def serve(
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
     )
+    engine.start()
     serve(engine, options)
 
 

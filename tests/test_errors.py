@@ -168,8 +168,8 @@ def test_session_errors_name_what_is_wrong() -> None:
         session.generate(None)
     with pytest.raises(InvalidPrompt, match="refuses"):
         session.chat([{"role": "user"}])
-    with pytest.raises(InvalidOption, match="pocket"):
-        rewarm.load("pocket")
+    with pytest.raises(InvalidOption, match="neither a folder nor"):
+        rewarm.load("no such model")
     assert session.generate("a", max_tokens=1).tokens
 
 

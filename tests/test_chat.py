@@ -1,0 +1,130 @@
+"""`rewarm chat` in a real terminal: keys go in, what a person sees comes out."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PROMPT = "> "
+
+
+class Terminal:
+    def __init__(self, process: subprocess.Popen[bytes], end: int) -> None:
+        self.process = process
+        self._end = end
+        self._seen = ""
+
+    def type(self, keys: str) -> None:
+        os.write(self._end, keys.encode())
+
+    def until(self, expected: str, seconds: float = 60) -> str:
+        """What was shown up to a pattern, which is waited for."""
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(expected, self._seen)):
+            assert time.monotonic() < deadline, f"{expected!r} is not in {self._seen!r}"
+            if select.select([self._end], [], [], 0.1)[0]:
+                try:
+                    raw = os.read(self._end, 65536).decode(errors="replace")
+                except OSError:
+                    raw = ""
+                    assert self.process.poll() is None, f"it ended: {self._seen!r}"
+                self._seen += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", raw)
+        shown, self._seen = self._seen[: found.end()], self._seen[found.end() :]
+        return shown
+
+    def exit_code(self) -> int:
+        return self.process.wait(30)
+
+
+@contextmanager
+def chatting(home: Path, *options: str) -> Iterator[Terminal]:
+    near, far = pty.openpty()
+    environment = {**os.environ, "XDG_STATE_HOME": str(home), "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rewarm", "chat", *options],
+        stdin=far,
+        stdout=far,
+        stderr=far,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_take_terminal,
+    )
+    os.close(far)
+    try:
+        terminal = Terminal(process, near)
+        terminal.until(PROMPT)
+        yield terminal
+    finally:
+        process.kill()
+        process.wait()
+        os.close(near)
+
+
+def _take_terminal() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_turns_show_what_was_cached_and_commands_work(tmp_path: Path) -> None:
+    with chatting(tmp_path, "--max-tokens", "12", "--system", "Be brief.") as terminal:
+        terminal.type("hello\r")
+        first = terminal.until(
+            r"(\d+) tokens: 0 cached \(0%\), \d+ new · first token [\d.]+ s · 12"
+        )
+        assert "reading" not in first
+        terminal.until(PROMPT)
+        terminal.type("and again\r")
+        second = terminal.until(r"tokens: \d+ cached \(\d+%\).* written")
+        assert re.search(r"([1-9]\d*) cached", second)
+        terminal.until(PROMPT)
+        terminal.type("/undo\r")
+        terminal.until("back to turn 1")
+        terminal.type("/system Be long.\r")
+        terminal.until("system prompt set")
+        terminal.type("/reset\r")
+        terminal.until("a new conversation")
+        terminal.type("/nonsense\r")
+        terminal.until("/nonsense is unknown")
+        terminal.type("/help\r")
+        terminal.until("Ctrl-C stops an answer")
+        terminal.type("\x04")
+        assert terminal.exit_code() == 0
+    history = tmp_path / "rewarm" / "history"
+    assert "and again" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
+    with chatting(tmp_path, "--max-tokens", "20000") as terminal:
+        terminal.type("talk for ever\r")
+        time.sleep(1.5)
+        terminal.type("\x03")
+        terminal.until(r"· [\d,]+ written")
+        terminal.until(PROMPT)
+        terminal.type("\x03")
+        terminal.until("leaves")
+        # Arrow up brings the question back.
+        terminal.type("\x1b[A")
+        terminal.until("talk for ever")
+        terminal.type("\x15/quit\r")
+        assert terminal.exit_code() == 0
+
+
+def test_a_long_prompt_shows_a_bar(tmp_path: Path) -> None:
+    options = ("--max-tokens", "2", "--chunk", "16", "--system", "word " * 500)
+    with chatting(tmp_path, *options) as terminal:
+        terminal.type("hello\r")
+        terminal.until(r"reading .*\d+/2\d\d\d")
+        terminal.until("new ·")
+        terminal.type("/quit\r")
+        assert terminal.exit_code() == 0

@@ -11,13 +11,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import (
-    generate_step,
-    generation_stream,
-    make_stop_sequences,
-    make_text_state_machine,
-    wired_limit,
-)
+from mlx_lm.generate import generate_step, generation_stream, wired_limit
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -67,7 +61,8 @@ class Reply:
 
 @dataclass(frozen=True)
 class Event:
-    """A step of a stream: text or reasoning as it comes; the last one carries the reply."""
+    """A step of a stream: text or reasoning as it comes. The last one carries the reply, and what
+    was held back until the answer had ended."""
 
     text: str = ""
     reasoning: str = ""
@@ -130,15 +125,11 @@ class Session:
         except ValueError as error:
             raise InvalidOption(f"repetition_penalty={repetition_penalty!r}: {error}") from error
         ready = self._prompt(prompt, tools, template or {})
-        answer = Answer(
-            make_text_state_machine(self.tokenizer, stops).make_state(
-                self._initial_state(ready.tokens)
-            ),
-            tools,
-            self.tokenizer.tool_parser,
-        )
+        # What the user writes opens no thinking: only the generation prompt does.
+        opening = ready.tokens[ready.generation :]
+        answer = Answer(self.tokenizer, opening, tools=tools, stop=stops)
         run = _Run(self, ready, max_tokens, salt, on_prefill, cancel or threading.Event())
-        return run.events(answer, sampler, processors, stops, logprobs)
+        return run.events(answer, sampler, processors, logprobs)
 
     def _prompt(
         self, prompt: str | Sequence[Any] | Tokens, tools: Any, template: dict[str, Any]
@@ -161,18 +152,6 @@ class Session:
             raise InvalidPrompt("a prompt is a text, tokens, or messages with role and content")
         return Prompt(np.asarray(prompt))
 
-    def _initial_state(self, tokens: Tokens) -> str:
-        """Whether the template has opened the thinking already."""
-        found: str | None = self.tokenizer.response_initial_state
-        if found:
-            return found
-        if self.tokenizer.has_thinking:
-            prompt = tokens.tolist()
-            opened = self.tokenizer.rfind_think_start(prompt)
-            if opened > self.tokenizer.rfind_think_end(prompt):
-                return "reasoning"
-        return "normal"
-
 
 @dataclass
 class _Run:
@@ -186,7 +165,7 @@ class _Run:
     cancel: threading.Event
 
     def events(
-        self, answer: Answer, sampler: Any, processors: Any, stop: list[str], logprobs: bool
+        self, answer: Answer, sampler: Any, processors: Any, logprobs: bool
     ) -> Iterator[Event]:
         began = time.perf_counter()
         cache, tokenizer = self.session.cache, self.session.tokenizer
@@ -205,8 +184,6 @@ class _Run:
             self._prefill(lease)
             prefilled = time.perf_counter()
             if lease.position == len(self.prompt.tokens) - 1 and not self.cancel.is_set():
-                matcher = make_stop_sequences(tokenizer, stop).matcher()
-                detokenizer = tokenizer.detokenizer
                 steps = self._decode(lease, sampler, processors)
                 # Where a step fails or is interrupted, the caches may be ahead of what it gave.
                 in_step = True
@@ -218,18 +195,14 @@ class _Run:
                         tokens.append(token)
                         if logprobs:
                             chosen.append(float(distribution[token]))
-                        stopped = matcher.advance(token)
-                        last = stopped or len(tokens) >= self.max_tokens
-                        ended = token in tokenizer.eos_token_ids
-                        if not ended:
-                            detokenizer.add_token(token)
+                        piece = answer.add(token)
+                        ended = piece.stop is not None or token in tokenizer.eos_token_ids
+                        last = ended or len(tokens) >= self.max_tokens
                         if last:
-                            detokenizer.finalize()
-                            finish = "stop" if stopped else "length"
-                        piece = answer.add(
-                            detokenizer.last_segment, last=last, cut=stopped and not ended
+                            finish = "stop" if ended else "length"
+                        yield Event(
+                            piece.text, piece.reasoning, token, chosen[-1] if chosen else None
                         )
-                        yield Event(*piece, token, chosen[-1] if chosen else None)
                         if last or self.cancel.is_set():
                             break
                         if self._window_is_full(len(tokens)):
@@ -239,6 +212,9 @@ class _Run:
                     steps.close()
                     if not in_step:
                         self._commit_answer(lease, tokens, checkpoint="answer")
+        rest = answer.finish()
+        if rest.stop is not None:
+            finish = "stop"
         if finish == "stop" and answer.calls:
             finish = "tool_calls"
         match = lease.match
@@ -266,7 +242,7 @@ class _Run:
             logprobs=chosen if logprobs else None,
             miss=match.reason,
         )
-        yield Event(reply=reply)
+        yield Event(rest.text, rest.reasoning, reply=reply)
 
     def _prefill(self, lease: Lease) -> None:
         """Everything but the last token, chunk by chunk; each is stored as soon as it is done."""

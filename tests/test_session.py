@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import TextStateMachine, generate_step
+from mlx_lm.generate import generate_step
 
 from rewarm import PrefixCache, Session
 from rewarm.demo import tiny_model, tiny_tokenizer
-from rewarm.prompt import Answer
 
 from . import zoo
 from .support import Counted
@@ -272,28 +270,3 @@ def test_a_long_answer_on_a_sliding_window_can_be_resumed_anywhere() -> None:
     for at in (70, 110, len(whole) - 3):
         other = (whole[at] + 1) % 512
         assert session.cache.match([*whole[:at], other, other]).resume == at
-
-
-def test_a_stumbling_tool_parser_loses_no_text() -> None:
-    def stumbles(text: str, tools: Any) -> Any:
-        raise AttributeError("'NoneType' object has no attribute 'group'")
-
-    for parse in (stumbles, lambda text, tools: None, lambda text, tools: [1, 2]):
-        machine = TextStateMachine(
-            {"normal": [("<call>", "tool")], "tool": [("</call>", "normal")]}
-        )
-        answer = Answer(machine.make_state(), None, parse)
-        pieces = [answer.add(p, last=False, cut=False) for p in ("a<call>", "b c", "</call>d")]
-        pieces.append(answer.add("", last=True, cut=False))
-        assert answer.text == "ab cd" == "".join(p.text for p in pieces)
-        assert answer.calls == []
-
-
-def test_tool_calls_are_told_apart() -> None:
-    machine = TextStateMachine({"normal": [("<call>", "tool")], "tool": [("</call>", "normal")]})
-    answer = Answer(machine.make_state(), None, lambda text, tools: json.loads(text))
-    call = '{"name": "tide", "arguments": {"port": "Ö"}}'
-    answer.add(f"Let me see.<call>{call}", last=False, cut=False)
-    answer.add("</call>", last=True, cut=False)
-    assert answer.text == "Let me see."
-    assert [c["function"] for c in answer.calls] == [{"name": "tide", "arguments": '{"port": "Ö"}'}]

@@ -1,6 +1,17 @@
-"""Chat to tokens and boundaries; generated text to messages."""
+"""Chat to tokens and boundaries; generated tokens to messages."""
 
-from .answer import Answer
-from .chat import ChatRenderer, Message, Prompt
+from .answer import Answer, Piece
+from .boundaries import MessageEnd
+from .chat import ChatRenderer, Prompt
+from .messages import Message
+from .template import checked_options
 
-__all__ = ["Answer", "ChatRenderer", "Message", "Prompt"]
+__all__ = [
+    "Answer",
+    "ChatRenderer",
+    "Message",
+    "MessageEnd",
+    "Piece",
+    "Prompt",
+    "checked_options",
+]

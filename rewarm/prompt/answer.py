@@ -1,78 +1,111 @@
-"""Generated text to reasoning, content and tool calls, by mlx-lm's own parsers."""
+"""An answer as it is generated: tokens in, messages out."""
 
 from __future__ import annotations
 
-import json
-import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mlx_lm.generate import TextStateMachine
+import numpy as np
+
+from rewarm.cache.tree import Tokens
+
+from .messages import Message
+from .readers import Call, Part, Plain, Reader, reader_of
+from .stops import Stops
 
 
 class Piece(NamedTuple):
-    """What a step added."""
+    """What a token added. Text comes when it is certain: characters are whole, and what might
+    begin a stop sequence or a marker is held back."""
 
     text: str
     reasoning: str
+    calls: list[Call]
+    stop: str | None
+    """The stop sequence that ended the answer."""
 
 
-@dataclass
 class Answer:
-    """What has been generated so far, taken apart by mlx-lm's state machine."""
+    """What has been generated so far. A stop sequence is looked for in the content only."""
 
-    state: Any
-    tools: list[Any] | None
-    parse: Callable[[str, Any], Any] | None
-    text: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    _call: str = ""
-    _was: str = "normal"
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_tokens: Tokens | Sequence[int],
+        *,
+        tools: list[Any] | None = None,
+        stop: Iterable[str] = (),
+        raw: bool = False,
+        continued: bool = False,
+    ) -> None:
+        """`raw`: everything is text. `continued`: the text goes on from the prompt's own, so that a
+        space at its beginning is part of it; `raw` implies it."""
+        prompt = np.asarray(prompt_tokens, dtype=np.int32)
+        self.text = ""
+        self.reasoning = ""
+        self.calls: list[Call] = []
+        self.stopped_by: str | None = None
+        self._reader: Reader = Plain() if raw else reader_of(tokenizer, prompt, tools)
+        self._stops = Stops([stop] if isinstance(stop, str) else stop)
+        self._ends = frozenset(tokenizer.eos_token_ids)
+        self._detokenizer = tokenizer.detokenizer
+        self._finished = False
+        if (raw or continued) and len(prompt):
+            # Detokenizers drop a space at the very beginning.
+            self._segment(int(prompt[-1]))
 
-    def add(self, piece: str, *, last: bool, cut: bool) -> Piece:
-        """`cut`: a stop sequence ended the answer, and what was held back belongs to it."""
-        self.state, segments = TextStateMachine.split(self.state, piece)
-        if last and not cut:
-            self.state, rest, name = TextStateMachine.flush(self.state)
-            segments.append((name, rest))
+    def add(self, token: int) -> Piece:
+        """A token of the answer. One that ends it adds no text."""
+        if self._finished or self.stopped_by is not None or token in self._ends:
+            return Piece("", "", [], None)
+        return self._take(self._reader.feed(self._segment(token)))
+
+    def finish(self) -> Piece:
+        """What was held back, once the answer has ended in whatever way."""
+        if self._finished or self.stopped_by is not None:
+            self._finished = True
+            return Piece("", "", [], None)
+        self._finished = True
+        parts = self._reader.feed(self._last_segment()) + self._reader.finish()
+        return self._take(parts, last=True)
+
+    def message(self) -> Message:
+        """The assistant's message as it was delivered."""
+        message: Message = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [dict(call) for call in self.calls]
+        return message
+
+    def _take(self, parts: list[Part], *, last: bool = False) -> Piece:
         text = reasoning = ""
-        for name, part in segments:
-            if self._was == "tool" and name != "tool":
-                text += self._finish_call()
-            if name == "reasoning":
-                reasoning += part
-            elif name == "tool":
-                self._call += part
-            else:
-                text += part
-            self._was = name
-        if last and self._was == "tool":
-            text += self._finish_call()
+        calls: list[Call] = []
+        for part in parts:
+            passed = self._stops.feed(part.text)
+            text += passed.text
+            if passed.stop is not None:
+                self.stopped_by = passed.stop
+                break
+            reasoning += part.reasoning
+            calls += part.calls
+        if last and self.stopped_by is None:
+            text += self._stops.flush()
         self.text += text
         self.reasoning += reasoning
-        return Piece(text, reasoning)
-
-    def _finish_call(self) -> str:
-        """Take up the call just written; returns its text where it is none after all."""
-        text, self._call = self._call, ""
-        if not text.strip():
-            return ""
-        try:
-            parsed = self.parse(text, self.tools) if self.parse is not None else json.loads(text)
-            calls = [_call(c) for c in (parsed if isinstance(parsed, list) else [parsed])]
-        except Exception:  # a parser may stumble in any way over what a model writes
-            return text
         self.calls += calls
-        return ""
+        return Piece(text, reasoning, calls, self.stopped_by)
 
+    def _segment(self, token: int) -> str:
+        try:
+            self._detokenizer.add_token(token)
+            return str(self._detokenizer.last_segment)
+        except Exception:  # a token that the tokenizer does not know adds nothing
+            return ""
 
-def _call(parsed: dict[str, Any]) -> dict[str, Any]:
-    """A tool call in OpenAI's form."""
-    arguments = json.dumps(parsed.get("arguments", {}), ensure_ascii=False)
-    return {
-        "id": parsed.get("id") or f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": parsed["name"], "arguments": arguments},
-    }
+    def _last_segment(self) -> str:
+        try:
+            self._detokenizer.finalize()
+        except Exception:  # half a character, which mlx-lm's detokenizer may stumble over
+            return ""
+        return str(self._detokenizer.last_segment)

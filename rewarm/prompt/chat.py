@@ -1,48 +1,51 @@
-"""Messages to tokens, and where the messages end, found by rendering with other endings.
-
-A boundary is where the prompt and the rendering of a chat that goes on differently part. So no
-template is known by its markers; one that refuses a probe only loses that boundary.
-"""
+"""Chats to prompts: tokens, and where the messages end."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from rewarm.cache.placement import Boundary, Kind
+from rewarm.cache.placement import Boundary
 from rewarm.cache.tree import Tokens
 from rewarm.errors import InvalidPrompt
 
-Message = dict[str, Any]
-
-ANSWER: Message = {"role": "assistant", "content": "Yes."}
-QUESTIONS: tuple[Message, ...] = (
-    {"role": "user", "content": "A question?"},
-    {"role": "user", "content": "1"},
-)
-"""Two that share no first character, so that what they have in common is the chat before them."""
-
-REMEMBERED = 4096
+from .boundaries import Finder, MessageEnd, Rendered
+from .edges import Edges
+from .encoder import Encoder
+from .messages import Message, normalised
+from .probes import OTHER, QUESTION, RESULTS, results
+from .tags import Tags
+from .template import Context, Refused, Template
+from .text import common_text
 
 
 @dataclass(frozen=True)
 class Prompt:
-    tokens: npt.NDArray[Any]
+    tokens: Tokens
     boundaries: tuple[Boundary, ...] = ()
+    """In order of position."""
+    marks: tuple[int, ...] = ()
+    """Positions of explicit marks."""
+    generation: int = 0
+    """Where the generation prompt begins, or the answer that is continued."""
+    ends: tuple[MessageEnd, ...] = ()
+    """Every message that was located."""
 
 
 class ChatRenderer:
-    """Renders chats through a tokenizer's template. Probes of earlier turns are remembered."""
+    """Renders chats through a model's template. Safe to use from several threads."""
 
     def __init__(self, tokenizer: Any) -> None:
+        if not isinstance(tokenizer, TokenizerWrapper):
+            tokenizer = TokenizerWrapper(tokenizer)
         self.tokenizer = tokenizer
-        self._ends: dict[bytes, int | None] = {}
+        self._template = Template(tokenizer)
+        self._encoder = Encoder(tokenizer)
+        self._edges = Edges(self._encoder)
+        self._finder = Finder(self._template, self._edges)
 
     def render(
         self,
@@ -50,97 +53,94 @@ class ChatRenderer:
         tools: list[Any] | None = None,
         *,
         every_turn: bool = False,
-        **options: Any,
+        continue_final: bool = False,
+        marks: Iterable[int] = (),
+        **template_options: Any,
     ) -> Prompt:
-        """The prompt of a chat. `every_turn` finds the ends of all earlier user messages too, which
-        the grid of `exact` needs, at a few renders for each that is new.
+        """The prompt of a chat.
+
+        `every_turn` gives the boundaries of all earlier turns too, which the grid of `exact` needs.
+        `continue_final`: the answer continues the last message, which is the assistant's.
+        `marks` are messages whose ends shall be checkpoints; -1 is the end of system and tools.
         """
-        if not messages:
-            raise InvalidPrompt("the chat is empty: it needs at least one message")
-        if not getattr(self.tokenizer, "has_chat_template", True):
-            raise InvalidPrompt("this model has no chat template: give text or tokens instead")
-        chat = list(messages)
+        chat = normalised(messages)
+        context = Context(tools or None, template_options)
+        continued = continue_final and _is_begun(chat)
+        if continue_final and not continued:
+            chat = chat[:-1]
         try:
-            tokens = self._tokens(chat, tools, options)
-        except Exception as error:
-            raise InvalidPrompt(f"the chat template refuses these messages: {error}") from error
-        boundaries = []
-        for position, kind in self._ends_of(chat, tools, options, every_turn).items():
-            if 0 < position < len(tokens):
-                boundaries.append(Boundary(position, kind))
-        return Prompt(tokens, tuple(sorted(boundaries, key=lambda b: b.position)))
+            text = (
+                self._continued(chat, context)
+                if continued
+                else self._template.render(chat, context)
+            )
+        except Refused as refused:
+            raise InvalidPrompt(str(refused)) from refused
+        encoded = self._encoder.encode(text)
+        return self._prompt(Rendered(chat, context, encoded, continued), every_turn, marks)
 
-    def _ends_of(
+    def ahead(
         self,
-        chat: list[Message],
-        tools: list[Any] | None,
-        options: dict[str, Any],
-        every_turn: bool,
-    ) -> dict[int, Kind | None]:
-        """Positions where messages end, by a rule that gives the same ones in every later turn."""
-        users = [i for i, m in enumerate(chat) if m.get("role") == "user"]
-        system = next((i for i, m in enumerate(chat) if not _is_system(m)), len(chat))
-        ends: dict[int, Kind | None] = {}
-        digests = _digests(chat, [tools, options])
-
-        def add(upto: int, kind: Kind | None, *, answered: bool) -> None:
-            key = digests[upto] + bytes([answered])
-            if key not in self._ends:
-                if len(self._ends) >= REMEMBERED:
-                    self._ends.clear()
-                self._ends[key] = self._common(chat[:upto], answered, tools, options)
-            position = self._ends[key]
-            if position is not None:
-                ends[position] = kind or ends.get(position)
-
-        for i in users if every_turn else users[-1:]:
-            last = i == users[-1]
-            # Parallel requests, forks and edits part before a user message.
-            if i > system:
-                add(i, "turn" if last else None, answered=False)
-            # What follows a user message is an answer now and the history of one later.
-            add(i + 1, "user" if last else None, answered=True)
-        # Tools, or a template's own words, may come before the chat even without a system message.
-        add(system, "system", answered=False)
-        return ends
-
-    def _common(
-        self, chat: list[Message], answered: bool, tools: list[Any] | None, options: dict[str, Any]
-    ) -> int | None:
-        """The tokens that every continuation of a chat begins with."""
-        try:
-            if answered:
-                renders = [
-                    self._tokens(chat, tools, options),
-                    *(self._tokens([*chat, ANSWER, q], tools, options) for q in QUESTIONS),
-                ]
-            else:
-                renders = [self._tokens([*chat, q], tools, options) for q in QUESTIONS]
-        except Exception:
-            return None  # the template refuses this order of roles
-        # Never all of a prompt: its last token is left to the first decode step, in every turn.
-        shortest = min(len(r) for r in renders) - 1
-        same = np.all([r[:shortest] == renders[0][:shortest] for r in renders], axis=0)
-        return int(np.argmin(same)) if not same.all() else shortest
-
-    def _tokens(
-        self, chat: list[Message], tools: list[Any] | None, options: dict[str, Any]
-    ) -> Tokens:
-        tokens = self.tokenizer.apply_chat_template(
-            chat, tools=tools, add_generation_prompt=True, tokenize=True, **options
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        *,
+        every_turn: bool = False,
+        **template_options: Any,
+    ) -> Prompt | None:
+        """What the next turn's prompt will begin with, after the answer that ends these messages.
+        None where the template refuses to go on."""
+        chat = normalised(messages)
+        context = Context(tools or None, template_options)
+        calls = chat[-1].get("tool_calls")
+        if calls:
+            endings = [results(calls, RESULTS[0]), results(calls, RESULTS[1], named=True)]
+        else:
+            endings = [(QUESTION,), (OTHER,)]
+        texts = [self._template.attempt([*chat, *ending], context) for ending in endings]
+        first, other = texts
+        if first is None or other is None:
+            return None
+        at = common_text(first, other)
+        rendered = Rendered([*chat, *endings[0]], context, self._encoder.encode(first))
+        stop = self._edges.edge(rendered.encoded, at, [first[at : at + 32], other[at : at + 32]])
+        if not stop:
+            return None
+        whole = self._prompt(rendered, every_turn, ())
+        return Prompt(
+            whole.tokens[:stop],
+            tuple(b for b in whole.boundaries if b.position <= stop),
+            generation=stop,
+            ends=tuple(e for e in whole.ends if e.position <= stop),
         )
-        return np.asarray(tokens, dtype=np.int32)
+
+    def _prompt(self, rendered: Rendered, every_turn: bool, marks: Iterable[int]) -> Prompt:
+        ends = self._finder.message_ends(rendered)
+        boundaries = self._finder.boundaries(rendered, ends, every_turn=every_turn)
+        places = {e.index: e.position for e in ends}
+        places.update((-1, b.position) for b in boundaries if b.kind == "system")
+        return Prompt(
+            rendered.encoded.tokens,
+            boundaries,
+            tuple(sorted({places[m] for m in marks if m in places})),
+            self._finder.generation(rendered, ends),
+            ends,
+        )
+
+    def _continued(self, chat: list[Message], context: Context) -> str:
+        """The text up to the end of the last message's content, whatever a template adds there."""
+        tags = Tags("".join(m["content"] for m in chat))
+        tagged = self._template.render(tags.tagged(chat, continued=True), context, generation=False)
+        text = tags.before_last(tagged)
+        if text is None:
+            raise Refused("the chat template leaves out the last message, which is to be continued")
+        return text
 
 
-def _digests(chat: list[Message], context: Any) -> list[bytes]:
-    """A digest of the first 0, 1, 2, ... messages, each message read once."""
-    digest = hashlib.blake2b(json.dumps(context, default=str).encode(), digest_size=16)
-    digests = [digest.digest()]
-    for message in chat:
-        digest.update(json.dumps(message, default=str).encode())
-        digests.append(digest.digest())
-    return digests
-
-
-def _is_system(message: Message) -> bool:
-    return message.get("role") in ("system", "developer")
+def _is_begun(chat: list[Message]) -> bool:
+    """Whether there is an answer to continue; an empty one is only an answer to begin."""
+    last = chat[-1]
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        raise InvalidPrompt("only a last message of the assistant, with text, can be continued")
+    if not last["content"] and len(chat) == 1:
+        raise InvalidPrompt("the chat is empty: there is nothing to answer or to continue")
+    return bool(last["content"])

@@ -1,0 +1,193 @@
+"""Anthropic's replies, whole and as streams of events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .anthropic_chat import call_input
+from .collect import Choice, Delta, Event, Failed, Progress
+from .errors import ApiError, anthropic_body, as_api_error
+from .sse import data
+from .usage import anthropic_usage, rewarm_object
+from .work import Work
+
+SIGNATURE = "rewarm"
+"""Anthropic signs thinking; clients want the field and send it back."""
+
+STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
+
+
+@dataclass(frozen=True)
+class Head:
+    id: str
+    model: str
+    request_id: str
+    marked: bool
+    """The request has cache_control marks."""
+
+    def message(self, **more: Any) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            **more,
+        }
+
+
+def usage_of(head: Head, work: Work, resume: int, choice: Choice | None = None) -> dict[str, Any]:
+    prompt = work.runs[0].prompt
+    last = max(prompt.marks, default=0) if head.marked else None
+    return anthropic_usage(len(prompt.tokens), resume, last, choice)
+
+
+def stop_of(choice: Choice) -> dict[str, Any]:
+    """What was cut short, by a limit or because the server had to stop, has reached its maximum."""
+    stopped_by = choice.answer.stopped_by if choice.finish == "stop" else None
+    reason = STOP_REASONS.get(choice.finish, "max_tokens")
+    return {
+        "stop_reason": "stop_sequence" if stopped_by is not None else reason,
+        "stop_sequence": stopped_by,
+    }
+
+
+def whole_message(head: Head, work: Work) -> dict[str, Any]:
+    run = work.runs[0]
+    choice, answer = run.choices[0], run.choices[0].answer
+    content: list[dict[str, Any]] = []
+    if answer.reasoning:
+        content.append({"type": "thinking", "thinking": answer.reasoning, "signature": SIGNATURE})
+    if answer.text.strip():
+        content.append({"type": "text", "text": answer.text})
+    content += [_tool_use(call, call_input(call)) for call in choice.calls]
+    resume = run.report.match.resume if run.report is not None else 0
+    return head.message(
+        content=content,
+        **stop_of(choice),
+        usage=usage_of(head, work, resume, choice),
+        rewarm=rewarm_object(work.runs),
+    )
+
+
+def _tool_use(call: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "tool_use",
+        "id": call["id"],
+        "name": call["function"]["name"],
+        "input": given,
+    }
+
+
+@dataclass
+class MessageStream:
+    """The message begins when the prefill does: only then is known what the cache gave."""
+
+    head: Head
+    work: Work
+    _started: bool = False
+    _index: int = -1
+    _open: str | None = None
+    """The type of the block that is being written."""
+    _blank: str = ""
+    """Blanks that no text has followed yet: alone they are no block."""
+    _failed: bool = False
+
+    def opening(self) -> str:
+        return ""
+
+    def events(self, batch: Sequence[Event]) -> str:
+        parts = [self._event(event) for event in batch if not self._failed]
+        if self.work.over and not self._failed:
+            parts.append(self._last())
+        return "".join(parts)
+
+    def idle(self) -> str:
+        return data({"type": "ping"}, "ping") if self._started else ": keep-alive\n\n"
+
+    def failure(self, error: ApiError) -> str:
+        self._failed = True
+        return data(anthropic_body(error, self.head.request_id), "error")
+
+    def _event(self, event: Event) -> str:
+        if isinstance(event, Progress):
+            note = f": prefill {event.done}/{event.total}\n\n"
+            return note if self._started else self._start(event.done) + note
+        if isinstance(event, Failed):
+            self.work.abandon()
+            return self.failure(as_api_error(event.error))
+        if isinstance(event, Delta):
+            return self._start(0) + self._delta(event)
+        return ""
+
+    def _start(self, resume: int) -> str:
+        if self._started:
+            return ""
+        self._started = True
+        message = self.head.message(usage=usage_of(self.head, self.work, resume))
+        return data({"type": "message_start", "message": message}, "message_start")
+
+    def _delta(self, event: Delta) -> str:
+        parts = []
+        if event.reasoning:
+            parts.append(self._enter({"type": "thinking", "thinking": "", "signature": ""}))
+            parts.append(self._add({"type": "thinking_delta", "thinking": event.reasoning}))
+        if event.text:
+            text = self._blank + event.text
+            if self._open != "text" and not text.strip():
+                self._blank = text
+            else:
+                self._blank = ""
+                parts.append(self._enter({"type": "text", "text": ""}))
+                parts.append(self._add({"type": "text_delta", "text": text}))
+        for call in event.calls:
+            self._blank = ""
+            parts.append(self._close())
+            parts.append(self._enter(_tool_use(call, {})))
+            given = call["function"]["arguments"] if call_input(call) else "{}"
+            parts.append(self._add({"type": "input_json_delta", "partial_json": given}))
+        return "".join(parts)
+
+    def _enter(self, block: dict[str, Any]) -> str:
+        if self._open == block["type"]:
+            return ""
+        before = self._close()
+        self._index += 1
+        self._open = block["type"]
+        start = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return before + data(start, "content_block_start")
+
+    def _add(self, delta: dict[str, Any]) -> str:
+        body = {"type": "content_block_delta", "index": self._index, "delta": delta}
+        return data(body, "content_block_delta")
+
+    def _close(self) -> str:
+        if self._open is None:
+            return ""
+        signed = ""
+        if self._open == "thinking":
+            signed = self._add({"type": "signature_delta", "signature": SIGNATURE})
+        self._open = None
+        stop = {"type": "content_block_stop", "index": self._index}
+        return signed + data(stop, "content_block_stop")
+
+    def _last(self) -> str:
+        run = self.work.runs[0]
+        resume = run.report.match.resume if run.report is not None else 0
+        choice = run.choices[0]
+        ended = {
+            "type": "message_delta",
+            "delta": stop_of(choice),
+            "usage": usage_of(self.head, self.work, resume, choice),
+            "rewarm": rewarm_object(self.work.runs),
+        }
+        return (
+            self._start(resume)
+            + self._close()
+            + data(ended, "message_delta")
+            + data({"type": "message_stop"}, "message_stop")
+        )

@@ -1,0 +1,277 @@
+"""From what an API asks for to work for the engine. Prompts are made off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rewarm.engine.engine import Engine
+from rewarm.engine.request import Request, Sampling
+from rewarm.prompt import Answer, ChatRenderer, Message, Prompt
+
+from .collect import Choice, Collector
+from .errors import bad_request
+from .exchange import Exchange
+from .metrics import Metrics
+from .options import ServerOptions
+from .texts import TokenTexts
+from .work import Run, Work
+
+log = logging.getLogger("rewarm")
+
+T = TypeVar("T")
+THREADS = 4
+LARGE = 1 << 20
+"""Bytes of a body that is worked on apart, one at a time: it takes seconds, and others do not."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat in the form that templates know, whatever API it came by."""
+
+    messages: list[Message]
+    delivered: Callable[[Choice], Message]
+    """An answer as the client will send it back, in the form of `messages`."""
+    tools: list[Any] | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    continue_final: bool = False
+    """The answer goes on with the last message."""
+    marks: tuple[int, ...] = ()
+    """Messages after which a checkpoint is wanted; -1: after system and tools."""
+    must_call: bool = False
+    """The answer has to call a tool."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How to answer."""
+
+    max_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    one_call: bool = False
+    salt: str | None = None
+    stream: bool = False
+
+
+class Service:
+    """The engine with what the APIs need around it."""
+
+    def __init__(self, engine: Engine, options: ServerOptions) -> None:
+        self.engine = engine
+        self.options = options
+        self.metrics = Metrics(engine)
+        self._pool = ThreadPoolExecutor(THREADS, "rewarm-prompt")
+        self._large = ThreadPoolExecutor(1, "rewarm-large-prompt")
+
+    # Known once the model is loaded: until then the engine raises NotReady.
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.tokenizer
+
+    @cached_property
+    def renderer(self) -> ChatRenderer:
+        return ChatRenderer(self.tokenizer)
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        return TokenTexts(self.tokenizer)
+
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        return frozenset(int(token) for token in self.tokenizer.eos_token_ids)
+
+    def close(self) -> None:
+        for pool in (self._pool, self._large):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def off_loop(self, exchange: Exchange, do: Callable[..., T], *args: Any) -> T:
+        pool = self._large if exchange.size > LARGE else self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, do, *args)
+
+    async def answer_chat(self, exchange: Exchange, chat: Chat, wanted: Wanted) -> Work:
+        """Have a chat answered. Raises what `Engine.submit` does."""
+        prompt, choices = await self.off_loop(exchange, self._chat_prompt, chat, wanted)
+        work = self._work(exchange, chat)
+        opening: tuple[int, ...] = ()
+        after: tuple[int, ...] = ()
+        if chat.must_call:
+            opening = tuple(self.tokenizer.tool_call_start_tokens)
+            after = self._end_of_thinking(prompt)
+        self._add(work, prompt, choices, wanted, opening, after)
+        return self._submitted(work)
+
+    async def continue_texts(
+        self, exchange: Exchange, prompts: Sequence[str | Sequence[int]], wanted: Wanted
+    ) -> Work:
+        """Have texts, or tokens, continued: several in one request."""
+        ready = await self.off_loop(exchange, self._text_prompts, prompts, wanted)
+        work = self._work(exchange, None)
+        for prompt, choices in ready:
+            self._add(work, prompt, choices, wanted)
+        return self._submitted(work)
+
+    def render(self, chat: Chat) -> Prompt:
+        return self.renderer.render(
+            chat.messages,
+            chat.tools,
+            every_turn=self._every_turn,
+            continue_final=chat.continue_final,
+            marks=chat.marks,
+            **{**self.options.template_options, **chat.template},
+        )
+
+    @property
+    def _every_turn(self) -> bool:
+        """The grid of `exact` stands on the boundaries of every turn."""
+        return self.engine.cache.reuse == "exact"
+
+    def _chat_prompt(self, chat: Chat, wanted: Wanted) -> tuple[Prompt, list[Choice]]:
+        if chat.must_call and not self.tokenizer.has_tool_calling:
+            raise bad_request(
+                "tool_choice: this model's tool calls cannot be recognised, so none can be "
+                'required; use "auto" or "none"',
+                "tool_choice",
+            )
+        prompt = self.render(chat)
+        answers = [
+            Answer(
+                self.tokenizer,
+                prompt.tokens,
+                tools=chat.tools,
+                stop=wanted.stop,
+                continued=chat.continue_final,
+            )
+            for _ in range(wanted.n)
+        ]
+        return prompt, [Choice(answer) for answer in answers]
+
+    def _text_prompts(
+        self, prompts: Sequence[str | Sequence[int]], wanted: Wanted
+    ) -> list[tuple[Prompt, list[Choice]]]:
+        ready = []
+        for given in prompts:
+            prompt = Prompt(np.asarray(self.tokens_of(given), dtype=np.int32))
+            answers = [
+                Answer(self.tokenizer, prompt.tokens, stop=wanted.stop, raw=True)
+                for _ in range(wanted.n)
+            ]
+            ready.append((prompt, [Choice(answer) for answer in answers]))
+        return ready
+
+    def tokens_of(self, given: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(given, str):
+            return given
+        bos = self.tokenizer.bos_token
+        special = bos is None or not given.startswith(bos)
+        tokens: Sequence[int] = self.tokenizer.encode(given, add_special_tokens=special)
+        return tokens
+
+    def _end_of_thinking(self, prompt: Prompt) -> tuple[int, ...]:
+        """The tokens that end the thinking, where the prompt leaves it open."""
+        if not self.tokenizer.has_thinking:
+            return ()
+        tokens = prompt.tokens.tolist()
+        if self.tokenizer.rfind_think_start(tokens) > self.tokenizer.rfind_think_end(tokens):
+            return tuple(self.tokenizer.think_end_tokens)
+        return ()
+
+    def _work(self, exchange: Exchange, chat: Chat | None) -> Work:
+        def over(run: Run) -> None:
+            self.metrics.ran(run)
+            exchange.ran(run)
+            if chat is not None:
+                self._warm_ahead(run, chat)
+
+        work = Work(lambda run: self.engine.cancel(run.request), over)
+        exchange.work = work
+        return work
+
+    def _add(
+        self,
+        work: Work,
+        prompt: Prompt,
+        choices: list[Choice],
+        wanted: Wanted,
+        opening: tuple[int, ...] = (),
+        after: tuple[int, ...] = (),
+    ) -> None:
+        collector = Collector(
+            choices,
+            work.deliver,
+            asyncio.get_running_loop(),
+            run=len(work.runs),
+            stream=wanted.stream,
+            logprobs=wanted.top_logprobs is not None,
+            one_call=wanted.one_call,
+            end_tokens=self.end_tokens,
+            between=self.metrics.between.observe,
+        )
+        # What the prompt leaves of the context; a prompt that leaves nothing is the engine's to
+        # refuse.
+        left = max(1, self.engine.context - len(prompt.tokens))
+        request = Request(
+            tokens=prompt.tokens,
+            sink=collector,
+            max_tokens=min(wanted.max_tokens or self.options.max_answer, left),
+            sampling=wanted.sampling,
+            n=wanted.n,
+            boundaries=prompt.boundaries,
+            marks=prompt.marks,
+            top_logprobs=wanted.top_logprobs,
+            end_tokens=self.end_tokens,
+            opening=opening,
+            opens_after=after,
+            salt=wanted.salt,
+        )
+        work.runs.append(Run(request, prompt, collector))
+
+    def _submitted(self, work: Work) -> Work:
+        """All of it, or nothing."""
+        for i, run in enumerate(work.runs):
+            try:
+                self.engine.submit(run.request)
+            except Exception:
+                for earlier in work.runs[:i]:
+                    self.engine.cancel(earlier.request)
+                del work.runs[i:]
+                raise
+        return work
+
+    def _warm_ahead(self, run: Run, chat: Chat) -> None:
+        """Have the next turn's prompt computed while the client reads."""
+        choices = run.choices
+        done = len(choices) == 1 and choices[0].finish in ("stop", "tool_calls")
+        if self.options.warm_ahead and run.error is None and done:
+            try:
+                self._pool.submit(self._warm, run, chat)
+            except RuntimeError:
+                log.debug("no warm-ahead: the server is stopping")
+
+    def _warm(self, run: Run, chat: Chat) -> None:
+        try:
+            answer = chat.delivered(run.choices[0])
+            before = list(chat.messages)
+            if chat.continue_final:
+                begun = before.pop()
+                answer["content"] = f"{begun.get('content') or ''}{answer['content']}"
+            prompt = self.renderer.ahead(
+                [*before, answer],
+                chat.tools,
+                every_turn=self._every_turn,
+                **{**self.options.template_options, **chat.template},
+            )
+            if prompt is not None:
+                self.engine.warm(prompt.tokens, prompt.boundaries, run.request.salt)
+        except Exception:
+            log.debug("no warm-ahead for this answer", exc_info=True)

@@ -1,0 +1,141 @@
+"""Chat messages as clients send them, to the shape that templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rewarm.errors import InvalidPrompt
+
+Message = dict[str, Any]
+"""A chat message in OpenAI's shape."""
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The names that clients and templates have for an answer's thinking; the first set one counts."""
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+SYSTEM_ROLES = ("system", "developer")
+
+
+def normalised(messages: Sequence[Any]) -> list[Message]:
+    """The same messages for every spelling that means the same. Raises InvalidPrompt."""
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+        raise InvalidPrompt(f"a chat is a list of messages, not a {type(messages).__name__}")
+    if not messages:
+        raise InvalidPrompt("the chat is empty: it needs at least one message")
+    return [_normalised(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def is_system(message: Message) -> bool:
+    return message["role"] in SYSTEM_ROLES
+
+
+def _normalised(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise InvalidPrompt(
+            f"{where} is a {type(message).__name__}: a message is an object with role and content"
+        )
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidPrompt(f"{where}.role is {role!r}: give a role such as user or assistant")
+    clean = {k: v for k, v in message.items() if k not in REASONING and k != "tool_calls"}
+    clean["content"] = _text(message.get("content"), f"{where}.content")
+    thinking = next((message[name] for name in REASONING if message.get(name)), None)
+    if thinking is not None:
+        if not isinstance(thinking, str):
+            raise InvalidPrompt(f"{where}.reasoning_content is not a text")
+        clean |= dict.fromkeys(REASONING, thinking)
+    if message.get("tool_calls"):
+        clean["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
+    return clean
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise InvalidPrompt(f"{where} is a {type(content).__name__}: give a text or text parts")
+    texts = []
+    for i, part in enumerate(content):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in TEXT_PARTS:
+            raise InvalidPrompt(f"{where}[{i}] is of type {kind!r}: this model reads text only")
+        if not isinstance(part.get("text"), str):
+            raise InvalidPrompt(f"{where}[{i}].text is missing or not a text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
+        raise InvalidPrompt(f"{where} is a {type(calls).__name__}: give a list of calls")
+    clean = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidPrompt(f"{where}[{i}] needs a function with a name")
+        given = function.get("arguments")
+        clean.append({**call, "function": {**function, "arguments": _arguments(given)}})
+    return clean
+
+
+def _arguments(given: Any) -> Any:
+    """Templates want a mapping. What is not the JSON of one stays as it is."""
+    if given is None or given == "":
+        return {}
+    if not isinstance(given, str):
+        return given
+    try:
+        parsed = json.loads(given)
+    except (ValueError, RecursionError):
+        return given
+    return parsed if isinstance(parsed, dict) else given
+
+
+Dialect = Callable[[list[Message]], list[Message]]
+"""Another way to say the same chat, for a template that refuses the first. It changes only what
+such a template refuses, so that the rest is rendered as it was in earlier turns."""
+
+
+def system_for_developer(chat: list[Message]) -> list[Message]:
+    return [{**m, "role": "system"} if m["role"] == "developer" else m for m in chat]
+
+
+def one_system(chat: list[Message]) -> list[Message]:
+    """The leading system and developer messages as one system message."""
+    leading = next((i for i, m in enumerate(chat) if not is_system(m)), len(chat))
+    if leading < 2:
+        return chat
+    text = "\n\n".join(m["content"] for m in chat[:leading] if m["content"])
+    return [{**chat[0], "role": "system", "content": text}, *chat[leading:]]
+
+
+def words_into_thinking(chat: list[Message]) -> list[Message]:
+    """GPT-OSS takes either thinking or words before a tool call."""
+    return [_words_into_thinking(m) for m in chat]
+
+
+def _words_into_thinking(message: Message) -> Message:
+    thinking = message.get(REASONING[0])
+    if not (thinking and message["content"] and message.get("tool_calls")):
+        return message
+    joined = f"{thinking}\n\n{message['content']}"
+    return {**message, **dict.fromkeys(REASONING, joined), "content": ""}
+
+
+def dialects(chat: list[Message]) -> list[list[Message]]:
+    """The chat as it is, then other ways to say it, each only where it differs."""
+    ways = [chat]
+    steps: tuple[Dialect, ...] = (words_into_thinking, system_for_developer, one_system)
+    for step in steps:
+        other = step(ways[-1])
+        if other != ways[-1]:
+            ways.append(other)
+    return ways

@@ -3,8 +3,8 @@ BIN := .venv/bin
 
 .PHONY: run test soak bench lint lock clean
 
-run: .venv/ready  ## Show, turn by turn, what the cache reuses
-	$(BIN)/rewarm demo
+run: .venv/ready  ## Serve the built-in model, with a page to look at and a line to paste
+	$(BIN)/rewarm serve
 
 test: .venv/ready lint  ## Format, lint, types and tests
 	$(BIN)/python -m pytest -n 2
@@ -12,8 +12,9 @@ test: .venv/ready lint  ## Format, lint, types and tests
 soak: .venv/ready  ## The tests, each with its whole range instead of a sample (hours)
 	REWARM_SOAK=1 $(BIN)/python -m pytest -n 2
 
-bench: .venv/ready  ## Speed and size of the tree, with mlx-lm's trie in the same run
+bench: .venv/ready  ## The tree beside mlx-lm's trie, and the server beside mlx-lm's server
 	$(BIN)/python tools/bench_tree.py
+	$(BIN)/python tools/bench_server.py
 
 lint: .venv/ready
 	$(BIN)/ruff format --check .

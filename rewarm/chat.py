@@ -138,7 +138,7 @@ class Chat:
         self.messages.append({"role": "user", "content": line})
         try:
             prompt = self.renderer.render(self._chat(), **self._options())
-            answer = Answer(self.engine.tokenizer, prompt.tokens)
+            answer = Answer(self.engine.tokenizer, prompt.tokens[prompt.generation :])
             self._ask(prompt, answer)
         except RewarmError as error:
             self.messages.pop()

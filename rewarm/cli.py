@@ -195,8 +195,24 @@ def serve(
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
     )
+    console = Console(stderr=True)
+
+    def ready(url: str) -> None:
+        key = ' -H "Authorization: Bearer $REWARM_API_KEY"' if api_key else ""
+        console.print(
+            f"[bold]{model}[/] is served, with a context of {engine.context:,} tokens and "
+            f"{engine.cache.memory.budget / 1e9:.1f} GB of cache ({reuse}). Ctrl-C stops.\n\n"
+            f"  a page to look at   {url}/\n"
+            f"  a line to paste     curl {url}/v1/chat/completions{key} "
+            "-H 'Content-Type: application/json' "
+            '-d \'{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}\'\n',
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    console.print(f"[dim]loading {model}[/]", highlight=False)
     engine.start()
-    serve(engine, options)
+    serve(engine, options, ready)
 
 
 @app.command()

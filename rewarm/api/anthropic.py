@@ -14,7 +14,7 @@ from .anthropic_schema import CountRequest, MessagesRequest
 from .anthropic_stream import Head, MessageStream, whole_message
 from .openapi import body_of, replies
 from .respond import Json, exchange_of, finished, parsed
-from .service import Service, Wanted
+from .service import ASKED_AGAIN, Service, Wanted
 from .sse import EventStream
 
 
@@ -67,5 +67,6 @@ def _wanted(asked: MessagesRequest) -> Wanted:
         stop=tuple(asked.stop_sequences or ()),
         one_call=bool(choice and choice.disable_parallel_tool_use),
         salt=asked.cache_salt,
+        hint=ASKED_AGAIN if any(mark.ttl == "1h" for mark in asked.marks) else 1.0,
         stream=bool(asked.stream),
     )

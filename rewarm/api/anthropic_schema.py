@@ -161,22 +161,23 @@ class CountRequest(Body):
                     f"context_management: {kind[:40]!r} is not supported; leave it out",
                     "context_management",
                 )
-        marks = sum(block.cache_control is not None for block in self._markable())
-        if marks > MOST_MARKS:
+        marks = self.marks
+        if len(marks) > MOST_MARKS:
             raise bad_request(
-                f"cache_control is set {marks} times: at most {MOST_MARKS} are allowed",
+                f"cache_control is set {len(marks)} times: at most {MOST_MARKS} are allowed",
                 "cache_control",
             )
         if not self.tools and self.tool_choice and self.tool_choice.type in ("any", "tool"):
             raise bad_request("tool_choice needs tools", "tool_choice")
         return self
 
-    def _markable(self) -> list[Block | CountRequest]:
+    @property
+    def marks(self) -> list[CacheControl]:
         blocks: list[Block | CountRequest] = [self, *(self.tools or ())]
         blocks += self.system if isinstance(self.system, list) else ()
         for message in self.messages:
             blocks += message.content if isinstance(message.content, list) else ()
-        return blocks
+        return [block.cache_control for block in blocks if block.cache_control is not None]
 
 
 class MessagesRequest(CountRequest):

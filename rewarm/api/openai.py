@@ -19,7 +19,7 @@ from .openai_schema import ChatRequest, CompletionRequest, NamedTool, OpenAIRequ
 from .openai_stream import ChatStream, TextStream
 from .openapi import body_of, replies
 from .respond import Json, exchange_of, finished, parsed
-from .service import Chat, Service, Wanted
+from .service import ASKED_AGAIN, Chat, Service, Wanted
 from .sse import EventStream
 
 COMPLETION_TOKENS = 16
@@ -134,6 +134,7 @@ def _wanted(asked: OpenAIRequest, **more: Any) -> Wanted:
         n=asked.n or 1,
         stop=asked.stops,
         salt=asked.cache_salt,
+        hint=ASKED_AGAIN if asked.prompt_cache_key else 1.0,
         stream=bool(asked.stream),
         **more,
     )

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
 from rewarm.engine.engine import Engine
+from rewarm.errors import InvalidOption, NotReady
 
 from .app import create_app
 from .options import ServerOptions
-
-log = logging.getLogger("rewarm")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AFTER_GRACE = 5.0
@@ -44,6 +42,19 @@ class Server(uvicorn.Server):
         self.engine = engine
         self.options = options
 
+    def listens(self) -> bool:
+        """Waits until connections are accepted; false where that failed."""
+        while not self.started and not self.should_exit:
+            time.sleep(0.01)
+        return self.started and not self.should_exit
+
+    @property
+    def url(self) -> str:
+        """With the port that was really taken."""
+        port = self.servers[0].sockets[0].getsockname()[1]
+        host = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
+        return f"http://{host}:{port}"
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Not in the loop's executor: the process would wait for a model that is still loading.
         stopping = threading.Thread(
@@ -68,12 +79,32 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def serve(engine: Engine, options: ServerOptions | None = None) -> None:
-    """Serve until SIGINT or SIGTERM, and stop the engine, which must have been started, then."""
+def serve(
+    engine: Engine,
+    options: ServerOptions | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM, and stop the engine, which must have been started, then.
+
+    `on_ready` is told the address once the model is loaded. A model that cannot be loaded ends the
+    server.
+    """
     options = options or ServerOptions()
     options.check_bind()
     server = Server(engine, options)
-    log.info("listening on http://%s:%s", options.host, options.port)
+
+    def watch() -> None:
+        if engine.wait() != "ready":
+            server.should_exit = True
+        elif on_ready is not None and server.listens():
+            on_ready(server.url)
+
+    threading.Thread(target=watch, name="rewarm-watch", daemon=True).start()
     server.run()
+    if engine.failed_to_load:
+        raise NotReady(engine.detail)
     if not server.started:
-        raise SystemExit(f"rewarm: could not listen on {options.host}:{options.port}")
+        raise InvalidOption(
+            f"port={options.port}: cannot listen on {options.host}:{options.port}; is another "
+            "server there? Give another --port, or 0 for a free one"
+        )

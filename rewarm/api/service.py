@@ -28,6 +28,8 @@ log = logging.getLogger("rewarm")
 
 T = TypeVar("T")
 THREADS = 4
+ASKED_AGAIN = 2.0
+"""The retention hint of a `prompt_cache_key`, and of a mark that shall last an hour."""
 LARGE = 1 << 20
 """Bytes of a body that is worked on apart, one at a time: it takes seconds, and others do not."""
 
@@ -60,6 +62,7 @@ class Wanted:
     top_logprobs: int | None = None
     one_call: bool = False
     salt: str | None = None
+    hint: float = 1.0
     stream: bool = False
 
 
@@ -147,7 +150,8 @@ class Service:
         answers = [
             Answer(
                 self.tokenizer,
-                prompt.tokens,
+                # What the user writes opens no thinking: only the generation prompt does.
+                prompt.tokens[prompt.generation :],
                 tools=chat.tools,
                 stop=wanted.stop,
                 continued=chat.continue_final,
@@ -181,7 +185,7 @@ class Service:
         """The tokens that end the thinking, where the prompt leaves it open."""
         if not self.tokenizer.has_thinking:
             return ()
-        tokens = prompt.tokens.tolist()
+        tokens = prompt.tokens[prompt.generation :].tolist()
         if self.tokenizer.rfind_think_start(tokens) > self.tokenizer.rfind_think_end(tokens):
             return tuple(self.tokenizer.think_end_tokens)
         return ()
@@ -233,6 +237,7 @@ class Service:
             opening=opening,
             opens_after=after,
             salt=wanted.salt,
+            hint=wanted.hint,
         )
         work.runs.append(Run(request, prompt, collector))
 

@@ -66,6 +66,7 @@ class Committer:
             if WEIGHTS[kind] > WEIGHTS[node.checkpoint.kind]:
                 node.checkpoint.kind = kind
             node.checkpoint.warm &= lease.warm
+            node.checkpoint.hint = max(node.checkpoint.hint, lease.hint)
             return
         state = None
         if self.layout.has_state:
@@ -73,7 +74,9 @@ class Committer:
             if not self._make_room(lease, nbytes, SPARE_BUFFERS, now):
                 return
             state = self.layout.capture(lease.caches)
-        self.memory.put_checkpoint(node, Checkpoint(kind, state, now, warm=lease.warm))
+        self.memory.put_checkpoint(
+            node, Checkpoint(kind, state, now, hint=lease.hint, warm=lease.warm)
+        )
         if node.checkpoint is not None:
             lease.pin.hold(node.checkpoint)
 

@@ -103,6 +103,7 @@ class Lease:
         cuts: list[Cut],
         dropped: deque[Pin],
         warm: bool = False,
+        hint: float = 1.0,
         match_ms: float = 0.0,
         restore_ms: float = 0.0,
     ) -> None:
@@ -119,6 +120,7 @@ class Lease:
         """Set once something did not fit or failed: what comes after cannot be stored either."""
         self.cuts = cuts
         self.pin = pin
+        self.hint = hint
         self.warm = warm
         """Computed ahead of any request: it makes room only where older such work lies."""
         self.resumed_at = cast("Kind | None", pin.checkpoints[0].kind if pin.checkpoints else None)

@@ -162,10 +162,12 @@ class PrefixCache:
         marks: Sequence[int] = (),
         room: int = 0,
         warm: bool = False,
+        hint: float = 1.0,
     ) -> Lease:
         """Caches that stand at the resume point of a prompt, and a lease on its path.
 
         `room` is how many tokens the answer may take: the caches then need not grow by copying.
+        `hint` above 1 says that this prompt is likelier than others to be asked for again.
         `warm`: nobody has asked for this yet. It is no use of what it finds, and its commits evict
         nothing but other warm-ahead.
         """
@@ -181,7 +183,7 @@ class PrefixCache:
             restored = time.perf_counter()
             shape = Shape(len(prompt) - 1, found.at, found.junction, boundaries, marks)
             cuts = self._cuts(shape, own_cuts)
-            pin = self._pinned(tree, found, warm)
+            pin = self._pinned(tree, found, warm, hint)
             return Lease(
                 self,
                 tree,
@@ -192,6 +194,7 @@ class PrefixCache:
                 cuts,
                 self._dropped,
                 warm=warm,
+                hint=hint,
                 match_ms=(matched - began) * 1e3,
                 restore_ms=(restored - matched) * 1e3,
             )
@@ -334,7 +337,7 @@ class PrefixCache:
             tree.remove(each)
         return True
 
-    def _pinned(self, tree: Tree, found: Found, warm: bool) -> Pin:
+    def _pinned(self, tree: Tree, found: Found, warm: bool, hint: float) -> Pin:
         """Pin a match's path, and refresh what it really used and nothing else."""
         pin = Pin(tree, found.node)
         pin.take()
@@ -345,6 +348,8 @@ class PrefixCache:
         if warm:
             return pin
         parts: list[Node | Checkpoint] = [*pin.checkpoints, *found.node.path()]
+        for checkpoint in pin.checkpoints:
+            checkpoint.hint = max(checkpoint.hint, hint)
         for part in parts:
             part.hits += 1
             part.last_used = self._clock

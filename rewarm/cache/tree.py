@@ -60,6 +60,8 @@ class Checkpoint:
     last_used: int
     hits: int = 0
     pins: int = 0
+    hint: float = 1.0
+    """How much likelier than others of its kind whoever asked for it says it is needed again."""
     warm: bool = False
     """Taken by warm-ahead, and not asked for yet; likewise a node's."""
 

@@ -22,7 +22,7 @@ from rewarm.cache.memory import auto_size
 from rewarm.cache.model import checked_tokens, context_size, evaluate, vocabulary_size
 from rewarm.cache.placement import Boundary
 from rewarm.cache.tree import Tokens
-from rewarm.errors import ContextExceeded, InvalidOption, NotReady, QueueFull
+from rewarm.errors import ContextExceeded, InvalidOption, NotReady, QueueFull, RewarmError
 
 from .batch import decodes_in_batches, running_bytes
 from .loop import Loop
@@ -120,6 +120,10 @@ class Engine:
         ):
             return "failing"
         return self._state
+
+    @property
+    def failed_to_load(self) -> bool:
+        return self._settled.is_set() and self._loaded is None
 
     @property
     def model(self) -> Any:
@@ -238,7 +242,8 @@ class Engine:
             with mx.stream(cast(mx.Stream, generation_stream)):
                 self._prepare()
         except BaseException as error:
-            log.exception("the model could not be loaded")
+            known = isinstance(error, RewarmError)  # says by itself what is wrong
+            log.error("the model could not be loaded", exc_info=None if known else error)
             self._state, self.detail = "failing", f"the model could not be loaded: {error}"
             self._settled.set()
             return

@@ -103,5 +103,7 @@ class Request:
     opens_after: tuple[int, ...] = ()
     """The end of the thinking; empty where the answer starts with `opening`."""
     salt: str | None = None
+    hint: float = 1.0
+    """Above 1: this prompt is likelier than others to be asked for again."""
     name: str = ""
     """For the log."""

@@ -131,6 +131,7 @@ class Runner:
             marks=sequence.marks,
             room=min(sequence.max_tokens - len(sequence.generated), MOST_ROOM),
             warm=sequence.warm,
+            hint=sequence.request.hint if sequence.request is not None else 1.0,
         )
         sequence.lease = lease
         if sequence.match is None:

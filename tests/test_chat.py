@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PROMPT = "> "
+PROMPT = r"(?:^|\n)> $"
 
 
 class Terminal:
@@ -24,6 +24,14 @@ class Terminal:
 
     def type(self, keys: str) -> None:
         os.write(self._end, keys.encode())
+
+    def at_the_prompt(self, keys: str) -> None:
+        self.until(PROMPT)
+        time.sleep(0.2)  # shown a moment before keys are listened to
+        self.type(keys)
+
+    def enter(self, line: str) -> None:
+        self.at_the_prompt(f"{line}\r")
 
     def until(self, expected: str, seconds: float = 60) -> str:
         """What was shown up to a pattern, which is waited for."""
@@ -36,7 +44,8 @@ class Terminal:
                 except OSError:
                     raw = ""
                     assert self.process.poll() is None, f"it ended: {self._seen!r}"
-                self._seen += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", raw)
+                # An escape sequence may come in two pieces.
+                self._seen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self._seen + raw)
         shown, self._seen = self._seen[: found.end()], self._seen[found.end() :]
         return shown
 
@@ -59,9 +68,7 @@ def chatting(home: Path, *options: str) -> Iterator[Terminal]:
     )
     os.close(far)
     try:
-        terminal = Terminal(process, near)
-        terminal.until(PROMPT)
-        yield terminal
+        yield Terminal(process, near)
     finally:
         process.kill()
         process.wait()
@@ -77,27 +84,24 @@ def _take_terminal() -> None:
 
 def test_turns_show_what_was_cached_and_commands_work(tmp_path: Path) -> None:
     with chatting(tmp_path, "--max-tokens", "12", "--system", "Be brief.") as terminal:
-        terminal.type("hello\r")
+        terminal.enter("hello")
         first = terminal.until(
             r"(\d+) tokens: 0 cached \(0%\), \d+ new · first token [\d.]+ s · 12"
         )
         assert "reading" not in first
-        terminal.until(PROMPT)
-        terminal.type("and again\r")
+        terminal.enter("and again")
         second = terminal.until(r"tokens: \d+ cached \(\d+%\).* written")
         assert re.search(r"([1-9]\d*) cached", second)
-        terminal.until(PROMPT)
-        terminal.type("/undo\r")
-        terminal.until("back to turn 1")
-        terminal.type("/system Be long.\r")
-        terminal.until("system prompt set")
-        terminal.type("/reset\r")
-        terminal.until("a new conversation")
-        terminal.type("/nonsense\r")
-        terminal.until("/nonsense is unknown")
-        terminal.type("/help\r")
-        terminal.until("Ctrl-C stops an answer")
-        terminal.type("\x04")
+        for command, says in (
+            ("/undo", "back to turn 1"),
+            ("/system Be long.", "system prompt set"),
+            ("/reset", "a new conversation"),
+            ("/nonsense", "/nonsense is unknown"),
+            ("/help", "Ctrl-C stops an answer"),
+        ):
+            terminal.enter(command)
+            terminal.until(says)
+        terminal.at_the_prompt("\x04")
         assert terminal.exit_code() == 0
     history = tmp_path / "rewarm" / "history"
     assert "and again" in history.read_text()
@@ -106,15 +110,14 @@ def test_turns_show_what_was_cached_and_commands_work(tmp_path: Path) -> None:
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
     with chatting(tmp_path, "--max-tokens", "20000") as terminal:
-        terminal.type("talk for ever\r")
+        terminal.enter("talk for ever")
         time.sleep(1.5)
         terminal.type("\x03")
         terminal.until(r"· [\d,]+ written")
-        terminal.until(PROMPT)
-        terminal.type("\x03")
+        terminal.at_the_prompt("\x03")
         terminal.until("leaves")
         # Arrow up brings the question back.
-        terminal.type("\x1b[A")
+        terminal.at_the_prompt("\x1b[A")
         terminal.until("talk for ever")
         terminal.type("\x15/quit\r")
         assert terminal.exit_code() == 0
@@ -123,8 +126,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
 def test_a_long_prompt_shows_a_bar(tmp_path: Path) -> None:
     options = ("--max-tokens", "2", "--chunk", "16", "--system", "word " * 500)
     with chatting(tmp_path, *options) as terminal:
-        terminal.type("hello\r")
+        terminal.enter("hello")
         terminal.until(r"reading .*\d+/2\d\d\d")
         terminal.until("new ·")
-        terminal.type("/quit\r")
+        terminal.enter("/quit")
         assert terminal.exit_code() == 0

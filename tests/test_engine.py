@@ -12,8 +12,9 @@ import pytest
 
 from rewarm.cache import Boundary, PrefixCache
 from rewarm.engine import Engine, Loaded, Request, Sampled, Sampling, runner
-from rewarm.engine.batch import decodes_in_batches
+from rewarm.engine.batch import Batch, decodes_in_batches
 from rewarm.engine.loop import Loop
+from rewarm.engine.runner import Runner
 from rewarm.engine.sampling import make_processors
 from rewarm.errors import (
     ContextExceeded,
@@ -40,7 +41,9 @@ PADDING_HURTS = [
     "baichuan_m1",
 ]
 SAMPLE = sorted(
-    REQUIRED if SOAK else {*PADDING_HURTS, "llama", "qwen3_5", "gpt_oss", "gemma3_text"}
+    REQUIRED
+    if SOAK
+    else {*PADDING_HURTS, "llama", "qwen3_5", "gpt_oss", "gemma3_text", "nemotron-nas"}
 )
 
 
@@ -277,6 +280,127 @@ def test_requests_are_answered_even_where_every_turn_fails(
         assert server.state == "ready"
 
 
+def test_an_answer_that_cannot_be_stored_is_still_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Batch, sequence: int) -> list[Any]:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(Batch, "caches", refuse)
+    with engine(zoo.tiny("llama")) as server:
+        answers = burst(server, [prompt(20, seed=i) for i in range(3)], max_tokens=10)
+        assert [len(a.tokens) for a in answers] == [10, 10, 10]
+        assert server.stats().restarts == 0
+
+
+def test_what_ended_stays_ended_when_the_engine_starts_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fuse = ["not yet"]
+    leave = Runner.leave
+
+    def fail_once(self: Runner, sequences: Any, *, keep: bool = True) -> None:
+        if keep and fuse and sequences:
+            fuse.pop()
+            raise RuntimeError("injected")
+        leave(self, sequences, keep=keep)
+
+    with engine(zoo.tiny("llama")) as server:
+        expected = answer(server, prompt(20), max_tokens=10).tokens
+        monkeypatch.setattr(Runner, "leave", fail_once)
+        short, long = ask(server, prompt(20), max_tokens=10), ask(server, prompt(30), max_tokens=30)
+        assert short.over().tokens == expected
+        assert short.reasons == {0: "length"}
+        assert len(long.over().tokens) == 30
+        assert server.stats().restarts == 1
+
+
+def test_a_newcomer_that_cannot_join_starts_over_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    fuse = ["not yet"]
+    join = Batch.join
+
+    def fail_once(self: Batch, newcomer: Batch) -> None:
+        join(self, newcomer)
+        if fuse:
+            fuse.pop()
+            raise RuntimeError("injected")
+
+    with engine(zoo.tiny("qwen3_5")) as server:
+        expected = [answer(server, prompt(20 + i, seed=i)).tokens for i in range(3)]
+        monkeypatch.setattr(Batch, "join", fail_once)
+        answers = burst(server, [prompt(20 + i, seed=i) for i in range(3)])
+        assert [a.tokens for a in answers] == expected
+        assert not fuse
+
+
+def test_a_request_that_cannot_be_taken_in_fails_alone_and_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine(zoo.tiny("llama")) as server:
+        match = server.cache.match
+        fuse = ["not yet"] * 3
+
+        def fail(*details: Any) -> Any:
+            if fuse:
+                fuse.pop()
+                raise RuntimeError("injected")
+            return match(*details)
+
+        monkeypatch.setattr(server.cache, "match", fail)
+        bad = [ask(server, prompt(20, seed=i), n=2) for i in range(3)]
+        assert all(isinstance(b.over().error, EngineFault) for b in bad)
+        assert answer(server, prompt(20), n=2).reasons == {0: "length", 1: "length"}
+        assert not any(b.sampled or b.calls_after_end for b in bad)
+        assert not server._loop.has_requests
+
+
+def test_sequences_of_very_different_length_do_not_pad_each_other() -> None:
+    widths: set[int] = set()
+
+    class Watched(Counted):
+        def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
+            widths.add(tokens.shape[0])
+            return super().__call__(tokens, **options)
+
+    with engine(Watched(zoo.tiny("llama")), chunk=2048) as server:
+        widths.clear()
+        long = ask(server, prompt(6000), max_tokens=40)
+        long.begun()
+        short = burst(server, [prompt(20, seed=i) for i in range(4)], max_tokens=40)
+        assert len(long.over().tokens) == 40
+        assert [len(s.tokens) for s in short] == [40] * 4
+    assert widths <= {1, 2, 3, 4}
+
+
+def test_the_smallest_temperature_is_greedy() -> None:
+    with engine(zoo.tiny("llama")) as server:
+        greedy = answer(server, prompt(30)).tokens
+        for sampling in (
+            Sampling(temperature=1e-40),
+            Sampling(temperature=1e-5),
+            Sampling(temperature=1.0, top_p=0.0),
+            Sampling(temperature=1.0, top_k=1),
+        ):
+            assert answer(server, prompt(30), sampling=sampling).tokens == greedy
+
+
+def test_a_leader_that_is_almost_there_is_still_waited_for() -> None:
+    head = prompt(640)
+    with engine(zoo.tiny("qwen3_5")) as server:
+        first = ask(server, joined(head, prompt(8, seed=1), prompt(60, seed=2)))
+        while not first.progress or first.progress[-1][0] < 600:
+            time.sleep(0.0005)
+        second = answer(server, joined(head, prompt(8, seed=1), prompt(20, seed=3)))
+        assert first.over().prefilled_tokens + second.prefilled_tokens <= 640 + 8 + 80 + 32
+
+
+def test_warm_ahead_that_cannot_be_stored_is_not_computed() -> None:
+    with engine(zoo.tiny("llama"), memory="2MB") as server:
+        for i in range(4):
+            answer(server, prompt(150, seed=i), max_tokens=1)
+        server.warm(prompt(6000, seed=9))
+        settled(server)
+        assert server.stats().warm_tokens < 1000
+
+
 @pytest.mark.parametrize("name", ["afm7", "gemma2", "llama4"])
 def test_models_that_are_wrong_in_a_batch_decode_one_at_a_time(name: str) -> None:
     widths: list[int] = []
@@ -401,6 +525,7 @@ def test_penalties_and_bias_change_the_choice() -> None:
         (Sampling(logit_bias={512: 1.0}), "logit_bias"),
         (Sampling(logit_bias={-1: 1.0}), "logit_bias"),
         (Sampling(logit_bias={3: float("nan")}), "logit_bias"),
+        (Sampling(logit_bias={3: 10**400}), "logit_bias"),
         (Sampling(seed=1.5), "seed"),  # type: ignore[arg-type]
     ],
 )

@@ -166,7 +166,7 @@ def test_session_errors_name_what_is_wrong() -> None:
             session.generate("a", **options)
     with pytest.raises(InvalidPrompt, match="NoneType"):
         session.generate(None)
-    with pytest.raises(InvalidPrompt, match="refuses"):
+    with pytest.raises(InvalidPrompt, match="content is missing"):
         session.chat([{"role": "user"}])
     with pytest.raises(InvalidOption, match="neither a folder nor"):
         rewarm.load("no such model")

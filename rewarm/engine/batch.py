@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import GenerationBatch, StopSequences
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+)
 from mlx_lm.sample_utils import greedy_sampler
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.model import MakeCaches
+from rewarm.cache.tree import Tokens
 
 from .sampling import Processor, Sampler
 
 NO_LIMIT = 1 << 62
 """When a sequence ends is ours to say."""
+
+MOST_PADDING = 2.0
+SPARE_ROWS = 1024
+"""Rows of padding that do not matter."""
 
 CHECK_LENGTHS = (5, 9)
 CHECK_STEPS = 4
@@ -32,9 +43,7 @@ class Start:
 
     id: int
     caches: list[Any]
-    last: int
-    context: Sequence[int]
-    """The tokens before the last, where a processor asks for them."""
+    tokens: Tokens
     sampler: Sampler
     processors: list[Processor]
 
@@ -57,9 +66,10 @@ class Batch:
         self._generation = GenerationBatch(
             model=model,
             uids=[start.id],
-            inputs=mx.array([start.last]),
+            inputs=mx.array(start.tokens[-1:]),
             prompt_cache=start.caches,
-            tokens=[list(start.context)],
+            # Read by processors only.
+            tokens=[start.tokens[:-1].tolist() if start.processors else []],
             samplers=[start.sampler],
             fallback_sampler=greedy_sampler,
             logits_processors=[start.processors],
@@ -67,6 +77,7 @@ class Batch:
             max_tokens=[NO_LIMIT],
         )
         self._merged = False
+        self._lengths = [len(start.tokens)]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -75,6 +86,12 @@ class Batch:
     def ids(self) -> list[int]:
         return list(self._generation.uids)
 
+    def suits(self, newcomer: Batch) -> bool:
+        """Whether joining wastes little: a batch holds, for everybody, as many rows as its longest
+        sequence has."""
+        lengths = [*self._lengths, *newcomer._lengths]
+        return len(lengths) * (max(lengths) - SPARE_ROWS) <= MOST_PADDING * sum(lengths)
+
     def join(self, newcomer: Batch) -> None:
         """Take over another batch's sequences."""
         for batch in (self, newcomer):
@@ -82,6 +99,7 @@ class Batch:
                 batch._generation.prompt_cache = merged(batch._generation.prompt_cache)
                 batch._merged = True
         self._generation.extend(newcomer._generation)
+        self._lengths += newcomer._lengths
 
     def step(self) -> list[Step]:
         """The next token of every sequence. Where it raises, the batch must not be used again."""
@@ -91,16 +109,27 @@ class Batch:
         """A sequence's caches, which stand after the token last given."""
         if not self._merged:
             return list(self._generation.prompt_cache)
-        return list(self._generation.extract_cache(self.ids.index(sequence)))
+        place = self.ids.index(sequence)
+        return [_extracted(cache, place) for cache in self._generation.prompt_cache]
 
     def remove(self, gone: set[int]) -> None:
         keep = [i for i, each in enumerate(self.ids) if each not in gone]
         if len(keep) == len(self):
             return
+        self._lengths = [self._lengths[i] for i in keep]
         if keep or self._merged:
             self._generation.filter(keep)
         else:
             self._generation.uids = []
+
+
+def _extracted(cache: Any, place: int) -> Any:
+    """One sequence's part. mlx-lm stumbles over a cache that the model never used."""
+    if isinstance(cache, BatchKVCache) and cache.keys is None:
+        return KVCache()
+    if isinstance(cache, BatchRotatingKVCache) and cache.keys is None:
+        return RotatingKVCache(cache.max_size)
+    return cache.extract(place)
 
 
 def merged(caches: list[Any]) -> list[Any]:

@@ -294,7 +294,11 @@ class Engine:
     def _hand_over(self) -> None:
         """What other threads left here since the last turn."""
         while self._inbox:
-            self._loop.take(self._inbox.popleft())
+            sequence = self._inbox.popleft()
+            try:
+                self._loop.take(sequence)
+            except Exception as error:
+                self._loop.fail(sequence, error)
         while self._cancelled:
             self._loop.cancel(self._cancelled.popleft())
         if self._stopping and self._deadline is not None and time.monotonic() >= self._deadline:
@@ -313,6 +317,8 @@ class Engine:
     def _finish(self) -> None:
         self._loop.close()
         self._ready().cache.flush()
+        with mx.stream(cast(mx.Stream, generation_stream)):
+            evaluate(self._ready().model)  # what is left lazy could never be evaluated elsewhere
         # A stream's thread that is still at work when the process ends would abort it.
         mx.synchronize(cast(mx.Stream, generation_stream))
         mx.clear_streams()

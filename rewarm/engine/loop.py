@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 
@@ -14,7 +14,7 @@ from rewarm.cache.tree import encode
 from rewarm.errors import EngineFault
 
 from .request import Finish, Report, Request, Sampled
-from .runner import MOST_ROOM, BatchBroken, Runner, Sequence, alternatives
+from .runner import BatchBroken, Runner, Sequence, alternatives
 from .scheduler import Job, Scheduler
 
 log = logging.getLogger("rewarm.engine")
@@ -51,8 +51,12 @@ class Loop:
 
     def take(self, sequence: Sequence) -> None:
         """A sequence that is to be computed."""
-        if sequence.request is not None:
-            self._open.setdefault(sequence.request, _Open(sequence.request.n))
+        request = sequence.request
+        if request is not None:
+            if sequence.choice == 0:
+                self._open.setdefault(request, _Open(request.n))
+            elif request not in self._open:
+                return  # another of its answers has failed
         self.sequences[sequence.id] = sequence
         tokens = sequence.tokens
         match = self.runner.cache.match(tokens, sequence.salt, sequence.boundaries)
@@ -68,7 +72,7 @@ class Loop:
                 stop=len(tokens) - 1,
                 known=match.resume,
                 salt=sequence.salt,
-                nbytes=self.runner.bytes_for(len(tokens) + min(sequence.max_tokens, MOST_ROOM)),
+                nbytes=self.runner.bytes_for(len(sequence.prompt) + sequence.max_tokens),
                 warm=sequence.warm,
             )
         )
@@ -98,11 +102,14 @@ class Loop:
         sequences, self.sequences = list(self.sequences.values()), {}
         for sequence in sequences:
             ran = sequence.lease is not None
+            report = sequence.report()
             self.runner.leave([sequence], keep=False)
-            if not keep or (ran and sequence.isolated):
-                self._fail(sequence, error)
+            if sequence.ended is not None:
+                self._end(sequence, report)
+            elif not keep or (ran and sequence.isolated):
+                self.fail(sequence, error)
             sequence.isolated = sequence.isolated or ran
-        return [s for s in sequences if s.request in self._open]
+        return [s for s in sequences if s.request in self._open and s.ended is None]
 
     def _admit(self, ids: Iterable[int]) -> None:
         for each in ids:
@@ -116,7 +123,7 @@ class Loop:
                 self.runner.dissolve(broken.ids)
                 self._start_over([*broken.ids, each], broken)
             except Exception as error:
-                self._fail(sequence, error)
+                self.fail(sequence, error)
 
     def _decode(self) -> None:
         decoded = self.runner.decode()
@@ -130,7 +137,7 @@ class Loop:
             try:
                 finish = self._give(sequence, step.token, step.logprobs)
             except Exception as error:
-                self._fail(sequence, error)
+                self.fail(sequence, error)
                 continue
             if finish is not None:
                 ended[finish].append(sequence)
@@ -158,20 +165,21 @@ class Loop:
         try:
             if sequence.lease is None:
                 runner.start(sequence)
-                self._moved(sequence, "prefilling")
+                self._moved(sequence)
             awaited = self.scheduler.jobs[sequence.id].marks
             done = runner.prefill(sequence, awaited)
-            self._moved(sequence, "prefilling")
+            self._moved(sequence)
         except Exception as error:
-            return self._fail(sequence, error)
-        if done and sequence.warm:
+            return self.fail(sequence, error)
+        full = sequence.lease is not None and sequence.lease.full
+        if sequence.warm and (done or full):  # what cannot be stored is not worth computing
             self._leave([sequence], "stop")
         elif done:
-            self._moved(sequence, "ready")
+            self.scheduler.moved(sequence.id, len(sequence.tokens) - 1, "ready")
 
-    def _moved(self, sequence: Sequence, stage: Literal["prefilling", "ready"]) -> None:
+    def _moved(self, sequence: Sequence) -> None:
         position = sequence.lease.position if sequence.lease is not None else 0
-        self.scheduler.moved(sequence.id, position, stage)
+        self.scheduler.moved(sequence.id, position, "prefilling")
         if sequence.request is not None and not sequence.generated and sequence.choice == 0:
             sequence.request.sink.prefilled(position, len(sequence.prompt))
 
@@ -186,21 +194,26 @@ class Loop:
         """These are done: store, forget, and tell."""
         sequences = [s for s in sequences if s.id in self.sequences]
         reports = [s.report() for s in sequences]
+        for sequence in sequences:
+            sequence.ended = reason  # whatever fails from here on
         self.runner.leave(sequences)
         for sequence, report in zip(sequences, reports, strict=True):
             self.sequences.pop(sequence.id, None)
             self.scheduler.remove(sequence.id)
-            request = sequence.request
-            if request is None or request not in self._open:
-                continue
-            _tell(request.sink.ended, sequence.choice, reason)
-            still = self._open[request]
-            still.remaining -= 1
-            if sequence.choice == 0 or still.report is None:
-                still.report = report
-            if not still.remaining:
-                del self._open[request]
-                _tell(request.sink.done, still.report)
+            self._end(sequence, report)
+
+    def _end(self, sequence: Sequence, report: Report) -> None:
+        request, reason = sequence.request, sequence.ended
+        if request is None or request not in self._open:
+            return
+        _tell(request.sink.ended, sequence.choice, reason)
+        still = self._open[request]
+        still.remaining -= 1
+        if sequence.choice == 0 or still.report is None:
+            still.report = report
+        if not still.remaining:
+            del self._open[request]
+            _tell(request.sink.done, still.report)
 
     def _start_over(self, ids: Iterable[int], error: Exception) -> None:
         """A batch failed. Its sequences go back to what the tree holds of them and decode alone
@@ -210,7 +223,7 @@ class Loop:
             if sequence is None:
                 continue
             if sequence.isolated:
-                self._fail(sequence, error)
+                self.fail(sequence, error)
                 continue
             log.warning("a batch failed (%s); %s starts over", error, _named(sequence))
             sequence.isolated = True
@@ -218,7 +231,7 @@ class Loop:
             tokens = sequence.tokens
             self.scheduler.back(each, encode(tokens), len(tokens) - 1, 0)
 
-    def _fail(self, sequence: Sequence, error: BaseException) -> None:
+    def fail(self, sequence: Sequence, error: BaseException) -> None:
         """An error belongs to its request, and ends all of it."""
         log.error("%s failed", _named(sequence), exc_info=error)
         request = sequence.request

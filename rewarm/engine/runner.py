@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -15,9 +16,14 @@ from rewarm.cache.lease import Match
 from rewarm.cache.placement import Boundary, Kind
 from rewarm.cache.tree import Tokens
 
-from .batch import Batch, Costs, Start, Step
-from .request import Alternative, Report, Request, Sampled
+from .batch import MOST_PADDING, Batch, Costs, Start, Step
+from .request import Alternative, Finish, Report, Request, Sampled
 from .sampling import make_processors, make_sampler
+
+log = logging.getLogger("rewarm.engine")
+
+CLEAR_AFTER = 2048
+"""Positions computed between two times that MLX gives free buffers back."""
 
 MOST_ROOM = 4096
 """Tokens of an answer that a restored cache has room for; a longer one grows by copying."""
@@ -45,9 +51,10 @@ class Sequence:
     max_tokens: int = 0
     generated: list[int] = field(default_factory=list)
     lease: Lease | None = None
+    admitted: bool = False
     isolated: bool = False
     """Its batch failed once: it decodes alone from then on, so that a second failure is its own."""
-    cancelled: bool = False
+    ended: Finish | None = None
     submitted: float = field(default_factory=time.perf_counter)
     started: float | None = None
     first_token: float | None = None
@@ -71,7 +78,7 @@ class Sequence:
         now = time.perf_counter()
         started = self.started or now
         match = self.match or Match(len(self.prompt))
-        if self.first_token is not None:
+        if self.admitted:
             computed = match.tokens
         else:
             computed = max(self.lease.position if self.lease else 0, match.resume)
@@ -105,11 +112,13 @@ class Runner:
         self.vocabulary = vocabulary
         self.costs = costs
         self.batched = batched
-        self._shared: Batch | None = None
-        self._alone: dict[int, Batch] = {}
-        """Sequences that do not share a batch: of models that cannot, and after a failure."""
+        self._shared: list[Batch] = []
+        """Usually one; more where lengths differ so much that padding would cost more."""
+        self._alone: list[Batch] = []
+        """Of one sequence each: of models that cannot share, and after a failure."""
         self.prefilled_tokens = 0
         self.warm_tokens = 0
+        self._since_clearing = 0
 
     def renewed(self) -> Runner:
         """Another one in its place, with nothing running."""
@@ -118,8 +127,9 @@ class Runner:
         return new
 
     def bytes_for(self, tokens: int) -> int:
-        """What a sequence of this length takes while it runs."""
-        return self.costs.fixed + self.costs.row * tokens
+        """What a sequence of this length takes while it runs; in a batch, with its padding."""
+        padded = MOST_PADDING if self.batched else 1.0
+        return self.costs.fixed + int(self.costs.row * tokens * padded)
 
     def start(self, sequence: Sequence) -> None:
         """Match and restore."""
@@ -154,7 +164,7 @@ class Runner:
             else:
                 self.prefilled_tokens += chunk.size
             self.cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
-            mx.clear_cache()
+            self._computed(chunk.size)
         return lease.position >= len(lease.tokens) - 1
 
     def admit(self, sequence: Sequence) -> None:
@@ -162,38 +172,40 @@ class Runner:
         lease, request = _leased(sequence), sequence.request
         if request is None:
             raise TypeError("warm-ahead does not decode")
-        processors = make_processors(request)
         batch = Batch(
             self.model,
             Start(
                 id=sequence.id,
                 caches=lease.caches,
-                last=int(lease.tokens[-1]),
-                context=lease.tokens[:-1].tolist() if processors else [],
+                tokens=lease.tokens,
                 sampler=make_sampler(
                     request.sampling, sequence.choice, len(sequence.generated), self.vocabulary
                 ),
-                processors=processors,
+                processors=make_processors(request),
             ),
         )
         # The batch has them now; held here too, they would be kept after it merged them.
         lease.caches = []
-        if not sequence.generated:
+        if not sequence.admitted:
+            sequence.admitted = True
             self.prefilled_tokens += 1
         if not self.batched or sequence.isolated:
-            self._alone[sequence.id] = batch
-        elif self._shared is None:
-            self._shared = batch
-        else:
-            try:
-                self._shared.join(batch)
-            except Exception as error:
-                raise BatchBroken(self._shared.ids) from error
+            self._alone.append(batch)
+            return
+        for shared in self._shared:
+            if shared.suits(batch) or not self.cache.layout.has_rows:
+                ids = shared.ids
+                try:
+                    return shared.join(batch)
+                except Exception as error:
+                    raise BatchBroken(ids) from error
+        self._shared.append(batch)
 
     def decode(self) -> Decoded:
         """One step of every batch. One that fails is dissolved: it must not be continued."""
         decoded = Decoded([], [])
-        for batch in self._batches():
+        self._computed(1)
+        for batch in [*self._shared, *self._alone]:
             try:
                 decoded.steps.extend(batch.step())
             except Exception as error:
@@ -201,26 +213,32 @@ class Runner:
                 self.dissolve(batch.ids)
         return decoded
 
+    def _computed(self, positions: int) -> None:
+        """MLX keeps the buffers it frees. As contexts grow, these are soon of no use."""
+        self._since_clearing += positions
+        if self._since_clearing >= CLEAR_AFTER:
+            self._since_clearing = 0
+            mx.clear_cache()
+
     def dissolve(self, ids: Iterable[int]) -> None:
         """Forget the batches of these sequences."""
-        for each in ids:
-            self._alone.pop(each, None)
-            if self._shared is not None and each in self._shared.ids:
-                self._shared = None
+        gone = set(ids)
+        self._shared = [b for b in self._shared if gone.isdisjoint(b.ids)]
+        self._alone = [b for b in self._alone if gone.isdisjoint(b.ids)]
 
     def leave(self, sequences: Collection[Sequence], *, keep: bool = True) -> None:
         """Out of their batches and leases, with all that was computed stored (or not)."""
         for sequence in sequences:
             if keep:
                 self._store_all(sequence)
-            self._alone.pop(sequence.id, None)
             if sequence.lease is not None:
                 sequence.lease.release()
                 sequence.lease = None
-        if self._shared is not None:
-            self._shared.remove({s.id for s in sequences})
-            if not len(self._shared):
-                self._shared = None
+        gone = {s.id for s in sequences}
+        for batch in (*self._shared, *self._alone):
+            batch.remove(gone)
+        self._shared = [b for b in self._shared if len(b)]
+        self._alone = [b for b in self._alone if len(b)]
 
     def window_is_full(self, sequence: Sequence) -> bool:
         """Whether the next step overwrites a row that was not stored yet."""
@@ -235,8 +253,12 @@ class Runner:
         lease = _leased(sequence)
         done = len(lease.tokens) - len(sequence.prompt)
         lease.extend(sequence.generated[done:])
-        lease.caches = batch.caches(sequence.id)
-        self.cache.commit(lease, len(lease.tokens), origin="decode", checkpoint=checkpoint)
+        try:
+            lease.caches = batch.caches(sequence.id)
+            self.cache.commit(lease, len(lease.tokens), origin="decode", checkpoint=checkpoint)
+        except Exception:
+            lease.full = True
+            log.exception("an answer could not be stored; it will be computed again")
         lease.caches = []
 
     def _store_all(self, sequence: Sequence) -> None:
@@ -251,13 +273,8 @@ class Runner:
             self.cache.commit(lease, lease.position, checkpoint="end")
 
     def _batch_of(self, sequence: Sequence) -> Batch | None:
-        if sequence.id in self._alone:
-            return self._alone[sequence.id]
-        shared = self._shared
-        return shared if shared is not None and sequence.id in shared.ids else None
-
-    def _batches(self) -> list[Batch]:
-        return [*([self._shared] if self._shared is not None else []), *self._alone.values()]
+        batches = (*self._shared, *self._alone)
+        return next((b for b in batches if sequence.id in b.ids), None)
 
 
 def alternatives(logprobs: mx.array, token: int, count: int) -> Sampled:

@@ -29,6 +29,9 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 REPETITION_CONTEXT = 64
 """Tokens that a repetition penalty looks back on."""
 
+MOST_BIAS = 1000
+"""Beyond what half a float16 can hold, a bias would make every logit NaN."""
+
 ALL = 1 << 30
 
 
@@ -56,8 +59,10 @@ def checked(sampling: Sampling, vocabulary: int) -> None:
             raise InvalidOption(
                 f"logit_bias: token {token!r} is outside the vocabulary (0 to {vocabulary - 1})"
             )
-        if not isinstance(bias, (int, float)) or not math.isfinite(bias):
-            raise InvalidOption(f"logit_bias[{token}]={bias!r}: give a finite number")
+        if not isinstance(bias, (int, float)) or not -MOST_BIAS <= bias <= MOST_BIAS:
+            raise InvalidOption(
+                f"logit_bias[{token}]={bias!r}: give a number from {-MOST_BIAS} to {MOST_BIAS}"
+            )
 
 
 def make_sampler(sampling: Sampling, choice: int, generated: int, vocabulary: int) -> Sampler:
@@ -65,7 +70,7 @@ def make_sampler(sampling: Sampling, choice: int, generated: int, vocabulary: in
 
     Greedy requests share one function: mlx-lm then samples the whole batch in one call.
     """
-    if sampling.temperature == 0:
+    if sampling.temperature == 0 or sampling.top_p == 0 or sampling.top_k == 1:
         return cast("Sampler", greedy_sampler)
     seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
     return _Seeded(sampling, _mixed(seed, choice), generated, vocabulary)
@@ -111,7 +116,10 @@ class _Seeded:
             logprobs = apply_top_k(logprobs, s.top_k)
         key = mx.random.key(_mixed(self.seed, self.position))
         self.position += 1
-        return mx.random.categorical(logprobs * (1 / s.temperature), key=key)
+        # In float32, and with the best at 0: a small temperature must not make all of them -inf.
+        best = logprobs.astype(mx.float32)
+        best = (best - best.max(axis=-1, keepdims=True)) * min(1 / s.temperature, 1e30)
+        return mx.random.categorical(best, key=key)
 
 
 def _opening(request: Request) -> Processor:

@@ -187,7 +187,7 @@ class Scheduler:
             other = self.jobs.get(other_id)
             if other is None or other.stage not in ("waiting", "prefilling"):
                 continue
-            if shared >= best and shared - other.at >= WORTH_WAITING:
+            if shared >= best and other.at < shared:
                 best = shared + 1
                 job.leader, job.until = other, shared
         if job.leader is not None:

@@ -41,6 +41,8 @@ def _normalised(message: Any, where: str) -> Message:
     if not isinstance(role, str) or not role:
         raise InvalidPrompt(f"{where}.role is {role!r}: give a role such as user or assistant")
     clean = {k: v for k, v in message.items() if k not in REASONING and k != "tool_calls"}
+    if role == "user" and message.get("content") is None:
+        raise InvalidPrompt(f"{where}.content is missing: a message of the user needs a text")
     clean["content"] = _text(message.get("content"), f"{where}.content")
     thinking = next((message[name] for name in REASONING if message.get(name)), None)
     if thinking is not None:

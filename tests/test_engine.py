@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -111,11 +110,15 @@ def test_no_wait_and_no_hit_crosses_two_salts() -> None:
 def test_a_long_prefill_lets_others_stream_and_a_short_prompt_pass() -> None:
     chunk = 256
     long, short = prompt(20_000), prompt(40, seed=1)
-    steps: list[str] = []
+    between = [0]
+    """Prompt tokens computed between two steps of the batch."""
 
     class Watched(Counted):
         def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
-            steps.append("decode" if tokens.shape[1] == 1 else "prefill")
+            if tokens.shape[1] == 1:
+                between.append(0)
+            else:
+                between[-1] += tokens.shape[1]
             return super().__call__(tokens, **options)
 
     with engine(Watched(zoo.tiny("llama")), chunk=chunk) as server:
@@ -124,16 +127,16 @@ def test_a_long_prefill_lets_others_stream_and_a_short_prompt_pass() -> None:
             time.sleep(0.001)
         slow = ask(server, long, max_tokens=1)
         slow.begun()
-        steps.clear()
+        between[:] = [0]
         passed = answer(server, short, max_tokens=4)
         streaming.over()
-        while_streaming = steps[: 2 * 16]
+        while_streaming = between[:20]
         assert slow.report is None, "the short prompt waited for the long one"
         assert passed.tokens
         server.cancel(_request_of(server, slow))
         slow.over()
-    # Never two chunks without a step of the batch between them.
-    assert ("prefill", "prefill") not in pairwise(while_streaming)
+    assert sum(n > 0 for n in while_streaming) > 5
+    assert max(while_streaming) <= chunk
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "llama", "gpt_oss"])

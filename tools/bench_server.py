@@ -108,9 +108,8 @@ def running(name: str, model: Path) -> Iterator[httpx.Client]:
 
 class Streamed(NamedTuple):
     began: float
-    first: float
-    last: float
-    tokens: int
+    times: list[float]
+    """When each token came."""
 
 
 def stream(client: httpx.Client, prompt: str, tokens: int) -> Streamed:
@@ -120,22 +119,18 @@ def stream(client: httpx.Client, prompt: str, tokens: int) -> Streamed:
         "max_tokens": tokens,
         "temperature": 0.0,
         "stream": True,
-        "stream_options": {"include_usage": True},
     }
     began = time.perf_counter()
-    first = last = 0.0
-    made = 0
+    times = []
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line[6:])
-            made = (event.get("usage") or {}).get("completion_tokens") or made
             deltas = [c.get("delta", {}) for c in event.get("choices", [])]
             if any(d.get("content") or d.get("reasoning") for d in deltas):
-                last = time.perf_counter()
-                first = first or last
-    return Streamed(began, first, last, made)
+                times.append(time.perf_counter())
+    return Streamed(began, times)
 
 
 def text(length: int) -> str:
@@ -146,12 +141,14 @@ def measure(client: httpx.Client) -> Measured:
     one = stream(client, text(40), ANSWER)
     with ThreadPoolExecutor(8) as pool:
         eight = list(pool.map(lambda _: stream(client, text(40), ANSWER), range(8)))
-    span = max(s.last for s in eight) - min(s.first for s in eight)
+    # While all of them were decoding.
+    start, stop = max(s.times[0] for s in eight), min(s.times[-1] for s in eight)
+    tokens = sum(start < t <= stop for s in eight for t in s.times)
     cold = stream(client, text(2000), 1)
     return Measured(
-        (one.tokens - 1) / (one.last - one.first),
-        sum(s.tokens for s in eight) / span,
-        cold.first - cold.began,
+        (len(one.times) - 1) / (one.times[-1] - one.times[0]),
+        tokens / (stop - start),
+        cold.times[0] - cold.began,
     )
 
 

@@ -91,8 +91,15 @@ class Loop:
             self._decode()
         if plan.pause is not None:
             self._pause(plan.pause)
-        if plan.prefill in self.sequences:
-            self._prefill(self.sequences[plan.prefill])
+        # Short prompts, and short pieces between two checkpoints, share the time of one chunk.
+        left = self.runner.cache.chunk
+        chosen = plan.prefill
+        while chosen in self.sequences:
+            took = self._prefill(self.sequences[chosen], left)
+            if not took:
+                break
+            left -= took
+            chosen = self.scheduler.plan().prefill
 
     def restart(self, error: BaseException, *, keep: bool) -> list[Sequence]:
         """The turn itself failed: begin anew with nothing. Returns what can be taken in again; the
@@ -160,22 +167,28 @@ class Loop:
             return "stop"
         return "length" if len(sequence.generated) >= sequence.max_tokens else None
 
-    def _prefill(self, sequence: Sequence) -> None:
+    def _prefill(self, sequence: Sequence, most: int) -> int:
+        """One piece of a prompt, if it has at most so many tokens; how much of that it took."""
         runner = self.runner
         try:
             if sequence.lease is None:
                 runner.start(sequence)
                 self._moved(sequence)
             awaited = self.scheduler.jobs[sequence.id].marks
-            done = runner.prefill(sequence, awaited)
+            size = runner.next_piece(sequence, awaited)
+            if size > most:
+                return 0
+            done = runner.prefill(sequence)
             self._moved(sequence)
         except Exception as error:
-            return self.fail(sequence, error)
+            self.fail(sequence, error)
+            return most
         full = sequence.lease is not None and sequence.lease.full
         if sequence.warm and (done or full):  # what cannot be stored is not worth computing
             self._leave([sequence], "stop")
         elif done:
             self.scheduler.moved(sequence.id, len(sequence.tokens) - 1, "ready")
+        return max(size, 1)
 
     def _moved(self, sequence: Sequence) -> None:
         position = sequence.lease.position if sequence.lease is not None else 0

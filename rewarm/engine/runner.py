@@ -148,12 +148,16 @@ class Runner:
             sequence.match, sequence.resumed_at = lease.match, lease.resumed_at
             sequence.match_ms, sequence.restore_ms = lease.match_ms, lease.restore_ms
 
-    def prefill(self, sequence: Sequence, awaited: Iterable[int] = ()) -> bool:
-        """One chunk; whether all but the last token is computed now. `awaited` are positions that
-        other requests wait for."""
+    def next_piece(self, sequence: Sequence, awaited: Iterable[int] = ()) -> int:
+        """How many tokens come next. `awaited` are positions that other requests wait for."""
         lease = _leased(sequence)
         for position in awaited:
             self.cache.mark(lease, position)
+        return next((c.stop - lease.position for c in lease.cuts if c.stop > lease.position), 0)
+
+    def prefill(self, sequence: Sequence) -> bool:
+        """One chunk; whether all but the last token is computed now."""
+        lease = _leased(sequence)
         cut = next((c for c in lease.cuts if c.stop > lease.position), None)
         if cut is not None:
             chunk = mx.array(lease.tokens[lease.position : cut.stop])

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import threading
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import generate_step, generation_stream, wired_limit
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from rewarm.cache import Lease, PrefixCache
-from rewarm.cache.placement import Kind
+from rewarm.cache import PrefixCache
 from rewarm.cache.tree import Tokens
+from rewarm.engine.batch import Step
+from rewarm.engine.request import Report, Request, Sampling, Silent
+from rewarm.engine.runner import Runner
+from rewarm.engine.runner import Sequence as Runnable
+from rewarm.engine.sampling import checked
 from rewarm.errors import InvalidOption, InvalidPrompt
 from rewarm.prompt import Answer, ChatRenderer, Message, Prompt
 
-MOST_ROOM = 4096
-"""Tokens of an answer that a restored cache has room for; a longer one grows by copying."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,14 @@ class Session:
         *,
         max_tokens: int = 256,
         temperature: float = 0.0,
-        top_p: float = 0.0,
+        top_p: float = 1.0,
         top_k: int = 0,
         min_p: float = 0.0,
         repetition_penalty: float | None = None,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: dict[int, float] | None = None,
+        seed: int | None = None,
         stop: str | Sequence[str] = (),
         logprobs: bool = False,
         salt: str | None = None,
@@ -117,19 +122,35 @@ class Session:
         the prompt tokens done and in all after every chunk. To stop early, set `cancel` or close
         the iterator: what was computed stays in the cache.
         """
+        sampling = Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=1.0 if repetition_penalty is None else repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias or {},
+            seed=seed,
+        )
+        vocabulary = self.cache.vocabulary
+        checked(sampling, vocabulary)
         stops = [stop] if isinstance(stop, str) else list(stop)
-        _check_options(max_tokens, temperature, top_p, top_k, min_p, stops)
-        sampler = make_sampler(temp=temperature, top_p=top_p, min_p=min_p, top_k=top_k)
-        try:
-            processors = make_logits_processors(repetition_penalty=repetition_penalty)
-        except ValueError as error:
-            raise InvalidOption(f"repetition_penalty={repetition_penalty!r}: {error}") from error
+        _check_options(max_tokens, stops)
         ready = self._prompt(prompt, tools, template or {})
         # What the user writes opens no thinking: only the generation prompt does.
         opening = ready.tokens[ready.generation :]
-        answer = Answer(self.tokenizer, opening, tools=tools, stop=stops)
-        run = _Run(self, ready, max_tokens, salt, on_prefill, cancel or threading.Event())
-        return run.events(answer, sampler, processors, logprobs)
+        run = _Run(
+            Runner(self.model, self.cache, vocabulary),
+            Request(ready.tokens, Silent(), max_tokens, sampling, boundaries=ready.boundaries),
+            Answer(self.tokenizer, opening, tools=tools, stop=stops),
+            frozenset(self.tokenizer.eos_token_ids),
+            salt,
+            logprobs,
+            on_prefill,
+            cancel or threading.Event(),
+        )
+        return run.events()
 
     def _prompt(
         self, prompt: str | Sequence[Any] | Tokens, tools: Any, template: dict[str, Any]
@@ -155,169 +176,126 @@ class Session:
 
 @dataclass
 class _Run:
-    """One request: acquire, prefill in chunks, decode, commit."""
+    """One request: start, prefill in chunks, decode; what was computed is stored on the way."""
 
-    session: Session
-    prompt: Prompt
-    max_tokens: int
+    runner: Runner
+    request: Request
+    answer: Answer
+    end_tokens: frozenset[int]
     salt: str | None
+    logprobs: bool
     on_prefill: Callable[[int, int], None] | None
     cancel: threading.Event
 
-    def events(
-        self, answer: Answer, sampler: Any, processors: Any, logprobs: bool
-    ) -> Iterator[Event]:
-        began = time.perf_counter()
-        cache, tokenizer = self.session.cache, self.session.tokenizer
-        tokens: list[int] = []
-        chosen: list[float] = []
-        first_token = None
+    def events(self) -> Iterator[Event]:
+        runner, answer, model = self.runner, self.answer, self.runner.model
+        sequence = self._sequence()
         finish = "cancelled"
-        lease = cache.acquire(
-            self.prompt.tokens,
-            salt=self.salt,
-            boundaries=self.prompt.boundaries,
-            room=min(self.max_tokens, MOST_ROOM),
-        )
-        with lease, wired_limit(self.session.model, cast("list[mx.Stream]", [generation_stream])):
-            started = time.perf_counter()
-            self._prefill(lease)
-            prefilled = time.perf_counter()
-            if lease.position == len(self.prompt.tokens) - 1 and not self.cancel.is_set():
-                steps = self._decode(lease, sampler, processors)
-                # Where a step fails or is interrupted, the caches may be ahead of what it gave.
-                in_step = True
-                try:
-                    for token, distribution in steps:
-                        in_step = False
-                        if first_token is None:
-                            first_token = time.perf_counter()
-                        tokens.append(token)
-                        if logprobs:
-                            chosen.append(float(distribution[token]))
-                        piece = answer.add(token)
-                        ended = piece.stop is not None or token in tokenizer.eos_token_ids
-                        last = ended or len(tokens) >= self.max_tokens
+        chosen: list[float] = []
+        # Where a step fails or is interrupted, the caches may be ahead of what it gave.
+        sound = True
+        with wired_limit(model, cast("list[mx.Stream]", [generation_stream])):
+            try:
+                if self._prefill(sequence):
+                    sound = False
+                    self._on_stream(runner.admit, sequence)
+                    while True:
+                        step = self._step()
+                        sound = True
+                        sequence.give(step.token)
+                        if self.logprobs:
+                            chosen.append(float(step.logprobs[step.token]))
+                        piece = answer.add(step.token)
+                        ended = piece.stop is not None or step.token in self.end_tokens
+                        last = ended or len(sequence.generated) >= self.request.max_tokens
                         if last:
                             finish = "stop" if ended else "length"
-                        yield Event(
-                            piece.text, piece.reasoning, token, chosen[-1] if chosen else None
-                        )
+                        logprob = chosen[-1] if chosen else None
+                        yield Event(piece.text, piece.reasoning, step.token, logprob)
                         if last or self.cancel.is_set():
                             break
-                        if self._window_is_full(len(tokens)):
-                            self._commit_answer(lease, tokens)
-                        in_step = True
-                finally:
-                    steps.close()
-                    if not in_step:
-                        self._commit_answer(lease, tokens, checkpoint="answer")
+                        if runner.window_is_full(sequence):
+                            self._on_stream(runner.store_answer, sequence)
+                        sound = False
+            finally:
+                report = sequence.report()
+                self._on_stream(runner.leave, [sequence], keep=sound)
         rest = answer.finish()
         if rest.stop is not None:
             finish = "stop"
         if finish == "stop" and answer.calls:
             finish = "tool_calls"
-        match = lease.match
-        # The last prompt token is computed by the first decode step.
-        computed = match.tokens if tokens else lease.position
-        reply = Reply(
-            text=answer.text,
-            reasoning=answer.reasoning,
-            tool_calls=answer.calls,
+        reply = self._reply(sequence.generated, finish, report, chosen)
+        yield Event(rest.text, rest.reasoning, reply=reply)
+
+    def _sequence(self) -> Runnable:
+        request = self.request
+        return Runnable(
+            id=0,
+            prompt=request.tokens,
+            request=request,
+            boundaries=tuple(request.boundaries),
+            salt=self.salt,
+            max_tokens=request.max_tokens,
+        )
+
+    def _prefill(self, sequence: Runnable) -> bool:
+        """Everything but the last token; whether that was done."""
+        self._on_stream(self.runner.start, sequence)
+        self._progress(sequence)
+        while not self.cancel.is_set():
+            before = sequence.position
+            done = self._on_stream(self.runner.prefill, sequence)
+            if sequence.position > before:
+                self._progress(sequence)
+            if done:
+                return not self.cancel.is_set()
+        return False
+
+    def _step(self) -> Step:
+        decoded = self._on_stream(self.runner.decode)
+        for _, error in decoded.failed:
+            raise error
+        return decoded.steps[0]
+
+    def _on_stream(self, do: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Not around a `yield`: the caller's own work would run there too."""
+        with mx.stream(cast(mx.Stream, generation_stream)):
+            return do(*args, **options)
+
+    def _progress(self, sequence: Runnable) -> None:
+        if self.on_prefill is not None:
+            self.on_prefill(sequence.position, len(sequence.prompt))
+
+    def _reply(self, tokens: list[int], finish: str, report: Report, chosen: list[float]) -> Reply:
+        match = report.match
+        return Reply(
+            text=self.answer.text,
+            reasoning=self.answer.reasoning,
+            tool_calls=self.answer.calls,
             tokens=tokens,
             finish_reason=finish,
             usage=Usage(
                 prompt_tokens=match.tokens,
                 cached_tokens=match.resume,
                 replayed_tokens=match.replay,
-                prefilled_tokens=computed - match.resume,
+                prefilled_tokens=report.prefilled,
                 completion_tokens=len(tokens),
             ),
             timings=Timings(
-                match_ms=lease.match_ms,
-                restore_ms=lease.restore_ms,
-                prefill_ms=(prefilled - started) * 1e3,
-                ttft_ms=((first_token or prefilled) - began) * 1e3,
+                match_ms=report.match_ms,
+                restore_ms=report.restore_ms,
+                prefill_ms=report.prefill_ms,
+                ttft_ms=report.ttft_ms,
             ),
-            logprobs=chosen if logprobs else None,
+            logprobs=chosen if self.logprobs else None,
             miss=match.reason,
         )
-        yield Event(rest.text, rest.reasoning, reply=reply)
-
-    def _prefill(self, lease: Lease) -> None:
-        """Everything but the last token, chunk by chunk; each is stored as soon as it is done."""
-        model, cache = self.session.model, self.session.cache
-        prompt = mx.array(lease.tokens)
-        self._progress(lease)
-        for cut in lease.cuts:
-            if self.cancel.is_set():
-                return self._keep(lease)
-            with mx.stream(generation_stream):
-                model(prompt[lease.position : cut.stop][None], cache=lease.caches)
-                mx.eval([c.state for c in lease.caches])
-            cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
-            self._progress(lease)
-
-    def _keep(self, lease: Lease) -> None:
-        """The prefill ends here, too early: leave a checkpoint, or recurrent layers lose it all."""
-        if lease.position:
-            self.session.cache.commit(lease, lease.position, checkpoint="end")
-
-    def _decode(
-        self, lease: Lease, sampler: Any, processors: list[Any]
-    ) -> Generator[tuple[int, mx.array], None, None]:
-        known = mx.array(lease.tokens[:-1])
-
-        def with_prompt(processor: Any) -> Any:
-            # mlx-lm shows processors what it prefilled itself: here only the last token.
-            return lambda tokens, logits: processor(mx.concatenate([known, tokens]), logits)
-
-        steps: Any = generate_step(
-            mx.array(lease.tokens[-1:]),
-            self.session.model,
-            max_tokens=self.max_tokens,
-            sampler=sampler,
-            logits_processors=[with_prompt(p) for p in processors],
-            prompt_cache=lease.caches,
-        )
-        return cast("Generator[tuple[int, mx.array], None, None]", steps)
-
-    def _window_is_full(self, decoded: int) -> bool:
-        """Whether the next step overwrites a row that was not stored yet."""
-        window = self.session.cache.layout.shortest_window
-        return bool(window) and decoded % max(window - 1, 1) == 0
-
-    def _commit_answer(
-        self, lease: Lease, tokens: list[int], checkpoint: Kind | None = None
-    ) -> None:
-        """mlx-lm has run the model on every token it gave out: the caches stand after the last."""
-        lease.extend(tokens[len(lease.tokens) - len(self.prompt.tokens) :])
-        self.session.cache.commit(lease, len(lease.tokens), origin="decode", checkpoint=checkpoint)
-
-    def _progress(self, lease: Lease) -> None:
-        if self.on_prefill is None:
-            return
-        try:
-            self.on_prefill(lease.position, len(self.prompt.tokens))
-        except BaseException:
-            self._keep(lease)
-            raise
 
 
-def _check_options(
-    max_tokens: int, temperature: float, top_p: float, top_k: int, min_p: float, stop: list[str]
-) -> None:
-    for name, whole, least in (("max_tokens", max_tokens, 1), ("top_k", top_k, 0)):
-        if not isinstance(whole, int) or whole < least:
-            raise InvalidOption(f"{name}={whole!r}: give a whole number, {least} or more")
-    for name, value, most in (
-        ("temperature", temperature, math.inf),
-        ("top_p", top_p, 1.0),
-        ("min_p", min_p, 1.0),
-    ):
-        if not isinstance(value, (int, float)) or not 0 <= value <= most:
-            limits = "0 or more" if most == math.inf else f"0 to {most:g}"
-            raise InvalidOption(f"{name}={value!r}: give a number, {limits}")
+def _check_options(max_tokens: int, stop: list[str]) -> None:
+    if not isinstance(max_tokens, int) or max_tokens < 1:
+        raise InvalidOption(f"max_tokens={max_tokens!r}: give a whole number, 1 or more")
     for text in stop:
         if not isinstance(text, str) or not text:
             raise InvalidOption(f"stop={text!r}: give texts that are not empty")

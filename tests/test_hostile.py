@@ -73,7 +73,8 @@ def send(client: httpx.Client, chance: random.Random, statuses: Counter[int]) ->
             statuses[client.post(path, json=body).status_code] += 1
         except UnicodeEncodeError:  # a lone surrogate that the client will not send
             raw = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
-            statuses[client.post(path, content=raw).status_code] += 1
+            headers = {"Content-Type": "application/json"}
+            statuses[client.post(path, content=raw, headers=headers).status_code] += 1
         return
     limit = chance.uniform(0.001, 0.4) if kind < 0.3 else 60.0
     try:

@@ -102,7 +102,7 @@ class PrefixCache:
         self._namespace = Namespace.of(
             model, f"{kv_bits}/{kv_group_size}" if kv_bits else "plain", adapter
         )
-        self._vocabulary = vocabulary_size(model) or 1 << 31
+        self.vocabulary = vocabulary_size(model) or 1 << 31
         self._trees: dict[Namespace, Tree] = {}
         self._most_trees = 16
         self._evictor = Evictor(
@@ -148,7 +148,7 @@ class PrefixCache:
         boundaries: Sequence[Boundary] = (),
     ) -> Match:
         """How much of a prompt could be reused now. Changes nothing."""
-        prompt = checked_tokens(tokens, self._vocabulary)
+        prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
             tree = self._trees.get(self._namespace.salted(salt)) or self._new_tree()
             return self._find(tree, prompt, self._grid(prompt, boundaries)).match
@@ -171,7 +171,7 @@ class PrefixCache:
         `warm`: nobody has asked for this yet. It is no use of what it finds, and its commits evict
         nothing but other warm-ahead.
         """
-        prompt = checked_tokens(tokens, self._vocabulary)
+        prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
             began = time.perf_counter()
             self._clock += 1

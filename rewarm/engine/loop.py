@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -156,9 +155,7 @@ class Loop:
     def _give(self, sequence: Sequence, token: int, logprobs: mx.array) -> Finish | None:
         """Hand a token to whoever asked for it; says whether the answer ends with it."""
         request = _requested(sequence)
-        if sequence.first_token is None:
-            sequence.first_token = time.perf_counter()
-        sequence.generated.append(token)
+        sequence.give(token)
         if request.top_logprobs is None:
             sampled = Sampled(token)
         else:
@@ -191,7 +188,7 @@ class Loop:
         return max(size, 1)
 
     def _moved(self, sequence: Sequence) -> None:
-        position = sequence.lease.position if sequence.lease is not None else 0
+        position = sequence.position
         self.scheduler.moved(sequence.id, position, "prefilling")
         if sequence.request is not None and not sequence.generated and sequence.choice == 0:
             sequence.request.sink.prefilled(position, len(sequence.prompt))

@@ -81,6 +81,18 @@ class Sink(Protocol):
         """The request cannot be answered. The last call."""
 
 
+class Silent:
+    """For whoever takes the steps himself, and asks nothing of the engine."""
+
+    def prefilled(self, done: int, total: int) -> None: ...
+    def token(self, choice: int, sampled: Sampled) -> bool:
+        return False
+
+    def ended(self, choice: int, reason: Finish) -> None: ...
+    def done(self, report: Report) -> None: ...
+    def failed(self, error: Exception) -> None: ...
+
+
 @dataclass(eq=False)
 class Request:
     """One prompt and what is wanted for it."""

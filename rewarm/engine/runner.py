@@ -74,14 +74,22 @@ class Sequence:
             return self.prompt
         return np.concatenate([self.prompt, np.asarray(self.generated, np.int32)])
 
+    @property
+    def position(self) -> int:
+        """Prompt tokens that are in its caches."""
+        return self.lease.position if self.lease is not None else 0
+
+    def give(self, token: int) -> None:
+        """A token that was generated."""
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+        self.generated.append(token)
+
     def report(self) -> Report:
         now = time.perf_counter()
         started = self.started or now
         match = self.match or Match(len(self.prompt))
-        if self.admitted:
-            computed = match.tokens
-        else:
-            computed = max(self.lease.position if self.lease else 0, match.resume)
+        computed = match.tokens if self.admitted else max(self.position, match.resume)
         return Report(
             match=match,
             resumed_at=self.resumed_at,
@@ -105,12 +113,17 @@ class Runner:
     """Prefills one sequence at a time, decodes them together, and stores what they computed."""
 
     def __init__(
-        self, model: Any, cache: PrefixCache, vocabulary: int, costs: Costs, batched: bool
+        self,
+        model: Any,
+        cache: PrefixCache,
+        vocabulary: int,
+        costs: Costs | None = None,
+        batched: bool = False,
     ) -> None:
         self.model = model
         self.cache = cache
         self.vocabulary = vocabulary
-        self.costs = costs
+        self.costs = costs or Costs(0, 0)
         self.batched = batched
         self._shared: list[Batch] = []
         """Usually one; more where lengths differ so much that padding would cost more."""

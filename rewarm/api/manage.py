@@ -66,7 +66,9 @@ def manage_router(service: Service) -> APIRouter:
         state = engine.state
         if state == "ready":
             return Json({"status": "ready"})
-        return Json({"status": state, "detail": engine.detail}, 503)
+        # It may name a path; whoever has no key need not know that.
+        detail = engine.detail if options.api_key is None else "the server's log says more"
+        return Json({"status": state, "detail": detail}, 503)
 
     @router.get("/metrics", responses=errors(401), response_class=Response)
     async def metrics(request: Request) -> Response:

@@ -243,6 +243,10 @@ class Service:
 
     def _submitted(self, work: Work) -> Work:
         """All of it, or nothing."""
+        wanted = sum(run.request.n for run in work.runs)
+        most = self.engine.options.max_queue
+        if wanted > most:
+            raise bad_request(f"{wanted} answers at once: the queue takes {most}; ask for fewer")
         for i, run in enumerate(work.runs):
             try:
                 self.engine.submit(run.request)

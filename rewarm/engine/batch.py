@@ -32,6 +32,9 @@ SPARE_ROWS = 1024
 """Rows of padding that do not matter."""
 
 CHECK_LENGTHS = (5, 9)
+FAR_LENGTHS = (1203, 2381)
+"""For models that choose the keys they attend to: with padding before them, in blocks that lie
+elsewhere. It shows only where there is something to choose from."""
 CHECK_STEPS = 4
 TOLERANCE = 0.05
 """Of the largest logit. Rounding stays far below it; a mask or a padding that is wrong does not."""
@@ -153,12 +156,22 @@ def merges(cache: Any) -> bool:
 
 def decodes_in_batches(model: Any, blank: MakeCaches, vocabulary: int) -> bool:
     """Whether two sequences decoded together get the logits that each gets alone."""
-    if not all(merges(c) for c in blank()):
+    caches = blank()
+    if not all(merges(c) for c in caches):
         return False
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (2, max(CHECK_LENGTHS) + CHECK_STEPS))
+    lengths = [CHECK_LENGTHS]
+    if any(_chooses_keys(c) for c in caches):
+        lengths.append(FAR_LENGTHS)
+    return all(_decodes_in_batches(model, blank, vocabulary, each) for each in lengths)
+
+
+def _decodes_in_batches(
+    model: Any, blank: MakeCaches, vocabulary: int, lengths: tuple[int, int]
+) -> bool:
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (2, max(lengths) + CHECK_STEPS))
     alone = []
     prefilled = []
-    for row, length in zip(tokens, CHECK_LENGTHS, strict=True):
+    for row, length in zip(tokens, lengths, strict=True):
         caches = [_prefilled(model, blank(), row[:length]) for _ in range(2)]
         steps = [model(mx.array(row[None, i : i + 1]), cache=caches[0]) for i in _steps(length)]
         alone.append(mx.concatenate(steps, axis=1)[0])
@@ -166,12 +179,17 @@ def decodes_in_batches(model: Any, blank: MakeCaches, vocabulary: int) -> bool:
     batch = [caches[0].merge(list(caches)) for caches in zip(*prefilled, strict=True)]
     together = []
     for i in range(CHECK_STEPS):
-        inputs = [[row[length + i]] for row, length in zip(tokens, CHECK_LENGTHS, strict=True)]
+        inputs = [[row[length + i]] for row, length in zip(tokens, lengths, strict=True)]
         together.append(model(mx.array(np.array(inputs)), cache=batch))
     logits = mx.concatenate(together, axis=1).astype(mx.float32)
     expected = mx.stack(alone).astype(mx.float32)
     worst = mx.abs(logits - expected).max() / mx.abs(expected).max()
     return float(worst) <= TOLERANCE
+
+
+def _chooses_keys(cache: Any) -> bool:
+    """Whether a layer keeps keys for an index beside those it attends to."""
+    return isinstance(cache, CacheList) and all(type(c) is KVCache for c in cache.caches)
 
 
 class Costs(NamedTuple):

@@ -6,7 +6,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +89,7 @@ class Chat:
         self.renderer = ChatRenderer(engine.tokenizer)
         self.system = options.system
         self.messages: list[Message] = []
+        self._running: Request | None = None
 
     def run(self) -> None:
         """Until Ctrl-D or /quit."""
@@ -106,7 +107,13 @@ class Chat:
                     if not self._command(line):
                         return
                 elif line:
-                    self._turn(line)
+                    with _on_interrupt(self._stop):
+                        self._turn(line)
+
+    def _stop(self) -> None:
+        """Ctrl-C: the answer ends, the program does not."""
+        if self._running is not None:
+            self.engine.cancel(self._running)
 
     def _command(self, line: str) -> bool:
         """Whether to go on."""
@@ -144,6 +151,9 @@ class Chat:
             self.messages.pop()
             self.console.print(str(error), style="red", markup=False)
             return
+        if not (answer.text or answer.reasoning or answer.calls):
+            self.messages.pop()  # stopped before it said anything: as if it was not asked
+            return
         self.messages.append(answer.message())
         if self.options.warm_ahead:
             self._warm_ahead()
@@ -158,9 +168,10 @@ class Chat:
             boundaries=prompt.boundaries,
             end_tokens=frozenset(self.engine.tokenizer.eos_token_ids),
         )
+        self._running = request
         self.engine.submit(request)
-        with _on_interrupt(lambda: self.engine.cancel(request)):
-            end = self._show(sink)
+        end = self._show(sink)
+        self._running = None
         if end.report is None:
             raise end.error or NotReady("the engine stopped")
         self._summary(end.report, sink.tokens)
@@ -222,8 +233,7 @@ class Chat:
 
 
 @contextmanager
-def _on_interrupt(call: Any) -> Iterator[None]:
-    """Ctrl-C stops the answer, not the program."""
+def _on_interrupt(call: Callable[[], None]) -> Iterator[None]:
     before = signal.signal(signal.SIGINT, lambda *_: call())
     try:
         yield

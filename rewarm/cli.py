@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -59,11 +60,12 @@ def options(
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done.")] = False,
 ) -> None:
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING,
-        format="%(message)s",
-        handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
-    )
+    level = logging.INFO if verbose else logging.WARNING
+    if sys.stderr.isatty():
+        handler = RichHandler(console=Console(stderr=True), show_path=False)
+        logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
+    else:  # a file or a service: one line each, however long
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
 
 
 @app.command()
@@ -210,9 +212,13 @@ def serve(
             soft_wrap=True,
         )
 
+    options.check_bind()
     console.print(f"[dim]loading {model}[/]", highlight=False)
-    engine.start()
     serve(engine, options, ready)
+    if engine.alive:
+        # A model that is still loading cannot be waited for, nor be left at it while Python ends.
+        logging.shutdown()
+        os._exit(0)
 
 
 @app.command()

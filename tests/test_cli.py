@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
+
+import httpx
+import pytest
 
 import rewarm
 
@@ -39,3 +47,62 @@ def test_a_wrong_option_is_named() -> None:
     assert done.returncode != 0
     assert "sometimes" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--host", "0.0.0.0"), "API key"),
+        (("--api-key", ""), "API key is empty"),
+        (("--memory", "12"), "memory='12'"),
+        (("--reuse", "sometimes"), "sometimes"),
+        (("--disk", "somewhere"), "disk='somewhere'"),
+        (("--kv-bits", "7"), "kv_bits=7"),
+        (("--chat-template-args", "nonsense"), "nonsense"),
+        (("--chat-template-args", "[]"), "not a JSON object"),
+        (("no such model", "--port", "0"), "neither a folder nor"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_one_line(arguments: tuple[str, ...], says: str) -> None:
+    done = rewarm_cli("serve", *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = rewarm_cli("serve", "--port", port)
+    assert done.returncode == 2
+    assert f"127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_serve_gives_a_page_and_a_line_to_paste(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rewarm", "serve", "--port", "0"], stderr=out, stdout=out
+        )
+        try:
+            while "line to paste" not in log.read_text():
+                assert process.poll() is None, log.read_text()
+            shown = log.read_text()
+            url = re.search(r"http://127.0.0.1:\d+/", shown)
+            line = re.search(r"curl http.*", shown)
+            assert url is not None
+            assert line is not None
+            page = httpx.get(url[0])
+            assert page.status_code == 200
+            assert f"curl {url[0]}v1/chat" in page.text
+            assert "http://127.0.0.1" in page.text
+            pasted = subprocess.run(
+                line[0] + " --silent", shell=True, capture_output=True, text=True, check=False
+            )
+            if pasted.returncode != 127:  # no curl on this machine
+                assert '"prefilled_tokens"' in pasted.stdout
+        finally:
+            os.kill(process.pid, signal.SIGINT)
+        assert process.wait(30) == 0
+    assert len([line for line in log.read_text().splitlines() if "200 chat" in line]) <= 1

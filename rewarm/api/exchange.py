@@ -80,7 +80,9 @@ class Exchange:
         parts += [str(run.error) for run in self._done if run.error is not None]
         if status == CLIENT_GONE:
             parts.append("the client went away")
-        return " · ".join(part for part in parts if part)
+        # Clients have a say in some of it, and the log goes to a terminal.
+        line = " · ".join(part for part in parts if part)
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 def prompt_summary(runs: list[Run]) -> str:

@@ -60,6 +60,7 @@ def manage_router(service: Service) -> APIRouter:
             body["context_length"] = body["max_model_len"] = engine.context
         return body
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", responses={503: {"description": "Loading, failing or stopped."}})
     async def health() -> Response:
         """Whether requests are answered."""
@@ -100,15 +101,14 @@ def manage_router(service: Service) -> APIRouter:
         await service.off_loop(exchange_of(request), lambda: engine.cache.clear())
         return Json({"cleared": True})
 
-    @router.get("/", include_in_schema=False)
-    async def page() -> Response:
+    @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def page(request: Request) -> Response:
         """What is served, and how to use it."""
         guarded = options.api_key is not None
         name = html.escape(options.model_name)
         what = "An API key is needed." if guarded else f"<code>{name}</code> is served here."
         key = '-H "Authorization: Bearer $REWARM_API_KEY" ' if guarded else ""
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        base = html.escape(f"http://{host}:{options.port}")
+        base = html.escape(str(request.base_url).rstrip("/"))
         return HTMLResponse(
             PAGE.format(what=what, base=base, key=html.escape(key)),
             headers={"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"},

@@ -25,6 +25,10 @@ from .messages import assistant_message, tool_message
 
 CONSTRAINED = Refused("answers cannot be constrained to a grammar or schema; leave it out")
 OTHER_SAMPLING = Refused("this way of sampling is not built in; leave it out", (0, 0.0, False, []))
+REFUSED_IN_MESSAGES = {
+    "function_call": Refused("use tool_calls"),
+    "audio": Refused("this server reads text only"),
+}
 NO_SEARCH = Refused("this server has no tools of its own; leave it out")
 REFUSED = {
     "functions": Refused("use tools", ([],)),
@@ -110,6 +114,7 @@ class ChatMessage(Body):
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
+        refuse(self.model_extra, REFUSED_IN_MESSAGES)
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a {self.role} message needs content")
         return self
@@ -202,7 +207,10 @@ class OpenAIRequest(Sampled):
 
     @model_validator(mode="after")
     def _supported(self) -> OpenAIRequest:
-        refuse(self.model_extra, REFUSED)
+        extra = dict(self.model_extra or {})
+        if isinstance(self, ChatRequest) and self.continues:
+            extra.pop("add_generation_prompt", None)  # there is none where an answer goes on
+        refuse(extra, REFUSED)
         return self
 
     @property

@@ -36,6 +36,8 @@ class ServerOptions:
     """Seconds that answers in flight have to finish when the server is told to stop."""
 
     def __post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.strip():
+            raise InvalidOption("the API key is empty: give one, or leave it out")
         taken = sorted(RESERVED_FOR_RENDERING.intersection(self.template_options))
         if taken:
             raise InvalidOption(

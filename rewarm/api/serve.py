@@ -84,7 +84,7 @@ def serve(
     options: ServerOptions | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, and stop the engine, which must have been started, then.
+    """Start the engine, serve until SIGINT or SIGTERM, and stop the engine.
 
     `on_ready` is told the address once the model is loaded. A model that cannot be loaded ends the
     server.
@@ -92,6 +92,7 @@ def serve(
     options = options or ServerOptions()
     options.check_bind()
     server = Server(engine, options)
+    listener = _listener(options)
 
     def watch() -> None:
         if engine.wait() != "ready":
@@ -99,12 +100,23 @@ def serve(
         elif on_ready is not None and server.listens():
             on_ready(server.url)
 
+    engine.start()
     threading.Thread(target=watch, name="rewarm-watch", daemon=True).start()
-    server.run()
+    server.run(sockets=[listener])
     if engine.failed_to_load:
         raise NotReady(engine.detail)
-    if not server.started:
-        raise InvalidOption(
-            f"port={options.port}: cannot listen on {options.host}:{options.port}; is another "
-            "server there? Give another --port, or 0 for a free one"
+
+
+def _listener(options: ServerOptions) -> socket.socket:
+    """Taken before the model is loaded: what is wrong with an address shows at once."""
+    try:
+        found = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
+        family, _, _, _, address = found[0]
+        return socket.create_server(address, family=family, backlog=2048)
+    except OSError as error:
+        raise InvalidOption(
+            f"cannot listen on {options.host}:{options.port} ({error.strerror or error}): give "
+            "another --port, or 0 for a free one"
+        ) from error

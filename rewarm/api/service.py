@@ -99,8 +99,12 @@ class Service:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def off_loop(self, exchange: Exchange, do: Callable[..., T], *args: Any) -> T:
-        pool = self._large if exchange.size > LARGE else self._pool
+        pool = self._pool_for(exchange)
         return await asyncio.get_running_loop().run_in_executor(pool, do, *args)
+
+    def _pool_for(self, exchange: Exchange) -> ThreadPoolExecutor:
+        """Large requests are worked on one at a time: the others need not wait for them."""
+        return self._large if exchange.size > LARGE else self._pool
 
     async def answer_chat(self, exchange: Exchange, chat: Chat, wanted: Wanted) -> Work:
         """Have a chat answered. Raises what `Engine.submit` does."""
@@ -195,7 +199,7 @@ class Service:
             self.metrics.ran(run)
             exchange.ran(run)
             if chat is not None:
-                self._warm_ahead(run, chat)
+                self._warm_ahead(exchange, run, chat)
 
         work = Work(lambda run: self.engine.cancel(run.request), over)
         exchange.work = work
@@ -257,13 +261,13 @@ class Service:
                 raise
         return work
 
-    def _warm_ahead(self, run: Run, chat: Chat) -> None:
+    def _warm_ahead(self, exchange: Exchange, run: Run, chat: Chat) -> None:
         """Have the next turn's prompt computed while the client reads."""
         choices = run.choices
         done = len(choices) == 1 and choices[0].finish in ("stop", "tool_calls")
         if self.options.warm_ahead and run.error is None and done:
             try:
-                self._pool.submit(self._warm, run, chat)
+                self._pool_for(exchange).submit(self._warm, run, chat)
             except RuntimeError:
                 log.debug("no warm-ahead: the server is stopping")
 

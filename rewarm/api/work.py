@@ -81,7 +81,7 @@ class Work:
         # One timer for the stream: a timeout around every wait would cost more than the event.
         def tick() -> None:
             nonlocal heard, timer
-            if not heard:
+            if not heard and self.events.empty():
                 self.events.put_nowait(None)
             heard = False
             timer = loop.call_later(keep_alive, tick)

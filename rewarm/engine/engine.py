@@ -104,7 +104,13 @@ class Engine:
     # From any thread.
 
     def start(self) -> None:
-        self._thread.start()
+        """Load and run; more than once is as good as once."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> State:
         """Until the model is loaded, or has failed to."""

@@ -69,13 +69,41 @@ def test_any_tokens_make_some_answer(name: str, tokens: list[int], raw: bool) ->
     json.dumps(answer.message())
 
 
-def test_half_a_character_at_the_end_is_not_a_piece_of_one() -> None:
-    tokenizer = answering("qwen3.5")
-    tokens = encoded(tokenizer, "ab🦩")
-    for cut in range(1, len(tokens)):
-        answer = Answer(tokenizer, [], raw=True)
-        said(answer, tokens[:cut])
-        assert answer.text.rstrip("\ufffd") == "ab"[: len(answer.text.rstrip("\ufffd"))]
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=texts, cut=st.integers(0, 200))
+def test_half_a_character_at_the_end_is_left_out(name: str, text: str, cut: int) -> None:
+    tokenizer = answering(name)
+    text = text.replace("\ufffd", "") + "日本語🦩"
+    answer = Answer(tokenizer, encoded(tokenizer, "a"), raw=True)
+    said(answer, encoded(tokenizer, text)[:cut])
+    assert text.startswith(answer.text)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("text", ["\ufffd", "ab\ufffd", "日 \ufffd\ufffd", "!\ufffd"])
+def test_a_replacement_character_that_was_written_stays(name: str, text: str) -> None:
+    assert answer_to(name, "a", text, raw=True).text == text
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize(
+    "end", [*"é中日😀🫠𓀀ꙮ", "👩\u200d🚀", "x ", "x  ", "\n", "\ufffd", "日\ufffd", ""]
+)
+@pytest.mark.parametrize("text", [" ok", "ok", "😀 ok"])
+def test_nothing_of_the_prompt_is_left_in_the_answer(name: str, end: str, text: str) -> None:
+    for prompt in (f"abc {end}", end):
+        for options in ({"raw": True}, {"continued": True}):
+            if prompt.strip(" \n\ufffd") or not text.startswith(" "):
+                assert answer_to(name, prompt, text, **options).text == text
+
+
+def test_a_prompt_that_ends_in_half_a_character_costs_no_space() -> None:
+    for name in TOKENIZERS:
+        tokenizer = answering(name)
+        for prompt in ([*encoded(tokenizer, "abc𓀀")[:-1]], [300_000] * 12, []):
+            answer = Answer(tokenizer, prompt, raw=True)
+            said(answer, encoded(tokenizer, "ok"))
+            assert answer.text.lstrip("\ufffd!") == "ok"
 
 
 @given(
@@ -120,6 +148,24 @@ def test_a_stop_sequence_is_looked_for_in_the_content_only() -> None:
     assert answer.text == "\n\nGo on, then "
     assert answer.stopped_by == "stop"
     assert answer.add(3) == answer.finish() == Piece("", "", [], None)
+
+
+def test_a_stop_sequence_spans_no_call_and_no_thinking() -> None:
+    calls = f"Look:\n{qwen_call('Ayr')}\n{qwen_call('Oban')}"
+    answer = answer_to("qwen3.5", "", calls, tools=TOOLS, stop=["\n\n"])
+    assert [a["port"] for _, a in functions(answer)] == ["Ayr", "Oban"]
+    assert (answer.text, answer.stopped_by) == ("Look:\n\n", None)
+    answer = answer_to("qwen3.5", "", "A ST<think>Hm.</think>OP", stop=["STOP"])
+    assert (answer.text, answer.reasoning, answer.stopped_by) == ("A STOP", "Hm.", None)
+
+
+def test_text_held_back_before_a_call_comes_with_it() -> None:
+    tokenizer = answering("qwen3.5")
+    answer = Answer(tokenizer, [], tools=TOOLS, stop=["\n\n"])
+    pieces = said(answer, encoded(tokenizer, f"Look:\n{qwen_call('Ayr')} Done."))
+    at = next(i for i, p in enumerate(pieces) if p.calls)
+    assert "".join(p.text for p in pieces[: at + 1]) == "Look:\n"
+    assert "".join(p.text for p in pieces[at + 1 :]) == " Done."
 
 
 def test_what_was_held_back_comes_at_the_end() -> None:

@@ -134,6 +134,71 @@ def test_blanks_before_a_call_are_no_text_block(
     assert [b.type for b in final.content] == ["thinking", "tool_use"]
 
 
+def answered(client: anthropic.Anthropic, stream: bool, **body: Any) -> Any:
+    if not stream:
+        return client.messages.create(**body)
+    with client.messages.stream(**body) as events:
+        return events.get_final_message()
+
+
+OTHER = CALL.replace("noon", "dusk")
+ANSWERS = {
+    "plain": "Hm.</think>\n\nNo boats.",
+    "one call": f"Hm.</think>\n\nI look.\n{CALL}",
+    "nothing but a call": f"Hm.</think>\n\n{CALL}\n",
+    "two calls": f"Hm.</think>\n\nI look.\n{CALL}\n{OTHER}",
+    "text between calls": f"Hm.</think>I look.{CALL}\nAnd again: {OTHER} There.",
+    "thinking between calls": f"Hm.</think>{CALL}\n<think>More?</think>\nYes. {OTHER}",
+    "thinking after blanks": f"Hm.</think>\n<think>Hm!</think>\n{CALL}\n{OTHER}",
+}
+BLOCKS = {
+    "plain": ["Hm.", "\n\nNo boats."],
+    "one call": ["Hm.", "\n\nI look.\n", "noon"],
+    "nothing but a call": ["Hm.", "noon"],
+    "two calls": ["Hm.", "\n\nI look.\n", "noon", "dusk"],
+    "text between calls": ["Hm.", "I look.", "noon", "\nAnd again: ", "dusk", " There."],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_is_warm_when_its_blocks_come_back(
+    server: Running, client: anthropic.Anthropic, name: str, stream: bool
+) -> None:
+    asked = f"Of {name}, {stream}: what do you see out there, beyond the light?"
+    with server.says(ANSWERS[name] + END):
+        first = answered(client, stream, **request(asked, tools=TOOLS))
+    server.settle()
+    blocks = [block.model_dump(exclude_none=True) for block in first.content]
+    shown = [b.get("thinking") or b.get("text") or b["input"]["at"] for b in blocks]
+    assert shown == BLOCKS.get(name, shown)
+    results: Any = [
+        {"type": "tool_result", "tool_use_id": b["id"], "content": "14:10"}
+        for b in blocks
+        if b["type"] == "tool_use"
+    ]
+    back = results or [{"type": "text", "text": "More"}]
+    with server.says(f"</think>Good.{END}"):
+        reply = ask(client, asked, blocks, back, tools=TOOLS)
+    words = "".join(b.get("content") or b.get("text") for b in back)
+    assert reply.rewarm["prefilled_tokens"] <= len(words) + 40
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_stream_has_the_blocks_of_the_whole(
+    server: Running, client: anthropic.Anthropic, name: str
+) -> None:
+    with server.says(ANSWERS[name] + END):
+        whole, streamed = (
+            [
+                block.model_dump(include={"type", "text", "thinking", "signature", "name", "input"})
+                for block in answered(client, stream, **request("See?", tools=TOOLS)).content
+            ]
+            for stream in (False, True)
+        )
+    assert streamed == whole
+
+
 def test_a_stop_sequence_is_named(server: Running, client: anthropic.Anthropic) -> None:
     with server.says(f"</think>One. Two. Three.{END}"):
         reply = ask(client, "Count", stop_sequences=["Two"])

@@ -9,8 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from rewarm.api import openai
+from rewarm.api.anthropic_blocks import content_blocks
 from rewarm.api.anthropic_chat import chat_of, without_billing_header
 from rewarm.api.anthropic_schema import MessagesRequest
+from rewarm.api.collect import Part
 from rewarm.api.errors import ApiError, anthropic_body, as_api_error, openai_body
 from rewarm.api.openai_schema import REFUSED, ChatRequest, CompletionRequest
 from rewarm.api.options import ServerOptions
@@ -173,6 +175,27 @@ def test_results_and_words_of_a_user_message_are_taken_apart() -> None:
     assert said["tool_calls"][0]["function"] == {"name": "tide", "arguments": '{"at": "noon"}'}
     assert tool == {"role": "tool", "content": "3", "tool_call_id": "t1", "name": "tide"}
     assert user == {"role": "user", "content": "And?"}
+
+
+def test_nothing_is_put_between_the_blocks_of_an_answer() -> None:
+    def text(said: str) -> dict[str, str]:
+        return {"type": "text", "text": said}
+
+    def thought(said: str) -> dict[str, str]:
+        return {"type": "thinking", "thinking": said, "signature": "s"}
+
+    call = {"type": "tool_use", "id": "t1", "name": "tide", "input": {}}
+    content = [thought("Hm"), text("I look"), call, thought("."), text(", again.")]
+    chat = anthropic_chat(messages=[USER, {"role": "assistant", "content": content}, USER])
+    said = chat.messages[1]
+    assert (said["content"], said["reasoning_content"]) == ("I look, again.", "Hm.")
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "{", '{"at": NaN}', '{"at": 1e999}', "[" * 10**5])
+def test_a_call_is_a_block_whatever_a_model_wrote(arguments: str) -> None:
+    call = {"id": "t1", "function": {"name": "tide", "arguments": arguments}}
+    (block,) = content_blocks([Part("call", call=call), Part("text", " \n")])
+    assert block == {"type": "tool_use", "id": "t1", "name": "tide", "input": {}}
 
 
 def test_tools_become_functions() -> None:

@@ -214,6 +214,58 @@ def test_marks_are_where_messages_end() -> None:
             assert told.rstrip().endswith(chat[end.index]["content"].strip())
 
 
+@pytest.mark.parametrize("name", ["qwen3.5", "gpt-oss"])
+def test_marks_on_messages_without_text_are_kept(name: str) -> None:
+    renderer = ChatRenderer(tokenizer_of(name))
+    chat = [
+        *(system(), user("When?"), {**call("Ayr"), "reasoning": "Hm."}, result("12:00")),
+        *(call("Oban"), result(""), call("Wick"), result("")),
+    ]
+    for stop in range(3, len(chat) + 1):
+        part = chat[:stop]
+        plain = renderer.render(part, TOOLS)
+        ends = {e.index: e.position for e in plain.ends}
+        for m in range(1, stop):
+            (mark,) = renderer.render(part, TOOLS, marks=[m]).marks
+            told = renderer.tokenizer.decode(plain.tokens[:mark].tolist())
+            assert mark <= len(plain.tokens)
+            assert mark >= max(p for i, p in ends.items() if i <= m)
+            # It holds its own call where the next has a text or there is none, and no later one.
+            ports = [p for i, p in ((2, "Ayr"), (4, "Oban"), (6, "Wick")) if i <= m]
+            later = [p for i, p in ((2, "Ayr"), (4, "Oban"), (6, "Wick")) if i > m]
+            assert not any(p in told for p in later)
+            if m == stop - 1 or m + 1 in ends:
+                assert all(p in told for p in ports)
+            if m == stop - 1:
+                assert len(plain.tokens) - mark <= 8
+                assert mark <= max(plain.generation, plain.boundaries[-1].position)
+        everyone = renderer.render(part, TOOLS, marks=range(stop)).marks
+        assert everyone == tuple(sorted(everyone))
+
+
+def test_marks_beside_an_answer_that_is_continued() -> None:
+    renderer = ChatRenderer(tokenizer_of("qwen3.5"))
+    chat = [user("When?"), call("Ayr"), result("12:00"), call("Oban"), result(""), assistant("At ")]
+    prompt = renderer.render(chat, TOOLS, continue_final=True, marks=[1, 4])
+    told = [renderer.tokenizer.decode(prompt.tokens[:m].tolist()) for m in prompt.marks]
+    assert "Ayr" in told[0]
+    assert "12:00" not in told[0]
+    assert "Oban" in told[1]
+    assert "At" not in told[1].split("Oban")[1]
+
+
+def test_a_mark_costs_one_render_more_where_its_message_has_no_text() -> None:
+    counting = Counting(tokenizer_of("qwen3.5"))
+    renderer = ChatRenderer(counting.tokenizer)
+    chat = [user("When?"), call(), result("12:00"), call(), result("13:00")]
+    counts = []
+    for marks in ([], [], [0, 2, 4], [1, 3]):
+        before = counting.renders
+        renderer.render(chat, TOOLS, marks=marks)
+        counts.append(counting.renders - before)
+    assert counts[1] == counts[2] == counts[3] - 1
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("text", ["The tide is", "```python\n", "Well, ", "<think>Hm"])
 def test_an_answer_that_was_begun_is_continued(name: str, text: str) -> None:
@@ -252,6 +304,13 @@ def test_only_an_answer_can_be_continued(last: Message) -> None:
     renderer = ChatRenderer(tiny_tokenizer())
     with pytest.raises(InvalidPrompt, match="continued"):
         renderer.render([user("a"), last], continue_final=True)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_an_answer_is_continued_from_its_text_only(name: str) -> None:
+    renderer = ChatRenderer(tokenizer_of("qwen3.5"))
+    with pytest.raises(InvalidPrompt, match="only from its text"):
+        renderer.render([user("a"), assistant("", **{name: "Hm"})], continue_final=True)
 
 
 def test_where_the_generation_prompt_begins() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rewarm.prompt import Message
 
+from .anthropic_blocks import content_blocks
 from .anthropic_schema import AnthropicTool, ContentBlock, CountRequest, TextBlock
 from .collect import Choice
 from .errors import bad_request
@@ -54,29 +55,9 @@ def chat_of(asked: CountRequest, *, keep_billing_header: bool) -> Chat:
 
 
 def delivered(choice: Choice) -> Message:
-    """As the blocks of the reply come back: text of nothing but blanks was no block."""
-    text = choice.answer.text
-    return assistant_message(
-        text if text.strip() else "", choice.answer.reasoning, _as_sent_back(choice.calls)
-    )
-
-
-def call_input(call: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments; a model may have written anything."""
-    try:
-        found = json.loads(call["function"]["arguments"])
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {}
-
-
-def _as_sent_back(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [_call(c["id"], c["function"]["name"], call_input(c)) for c in calls]
-
-
-def _call(call_id: str, name: str, given: dict[str, Any]) -> dict[str, Any]:
-    arguments = json.dumps(given, ensure_ascii=False)
-    return {"id": call_id, "function": {"name": name, "arguments": arguments}}
+    """As the blocks of the reply come back."""
+    blocks = content_blocks(choice.parts)
+    return _said([ContentBlock.model_validate(block) for block in blocks])
 
 
 def _system(asked: CountRequest, keep_billing_header: bool) -> str | None:
@@ -99,21 +80,29 @@ def without_billing_header(system: str) -> str:
 def _add_assistant(
     blocks: list[ContentBlock], messages: list[Message], marks: set[int], names: dict[str, str]
 ) -> None:
-    texts, thoughts, calls = [], [], []
-    for block in blocks:
-        if block.type == "text":
-            texts.append(block.text or "")
-        elif block.type == "thinking":
-            thoughts.append(block.thinking or "")
-        elif block.type == "tool_use":
-            call_id, name = block.id or "", block.name or ""
-            names[call_id] = name
-            calls.append(_call(call_id, name, block.input or {}))
-        elif block.type == "tool_result":
-            raise bad_request("a tool_result belongs into a user message", "messages")
-    messages.append(assistant_message("\n".join(texts), "\n".join(thoughts), calls))
+    message = _said(blocks)
+    messages.append(message)
+    names.update((call["id"], call["function"]["name"]) for call in message.get("tool_calls", ()))
     if _marked(blocks):
         marks.add(len(messages) - 1)
+
+
+def _said(blocks: list[ContentBlock]) -> Message:
+    """The blocks are stretches of one answer: nothing stands between them."""
+    text = thought = ""
+    calls = []
+    for block in blocks:
+        if block.type == "text":
+            text += block.text or ""
+        elif block.type == "thinking":
+            thought += block.thinking or ""
+        elif block.type == "tool_use":
+            arguments = json.dumps(block.input or {}, ensure_ascii=False)
+            function = {"name": block.name or "", "arguments": arguments}
+            calls.append({"id": block.id or "", "function": function})
+        elif block.type == "tool_result":
+            raise bad_request("a tool_result belongs into a user message", "messages")
+    return assistant_message(text, thought, calls)
 
 
 def _add_input(

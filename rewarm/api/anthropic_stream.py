@@ -6,17 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .anthropic_chat import call_input
-from .collect import Choice, Delta, Event, Failed, Progress
+from .anthropic_blocks import SIGNATURE, block_of, content_blocks, is_block
+from .collect import Choice, Delta, Event, Failed, Part, Progress
 from .errors import ApiError, anthropic_body, as_api_error
-from .sse import data
+from .sse import data, encoded
 from .usage import anthropic_usage, rewarm_object
 from .work import Work
 
-SIGNATURE = "rewarm"
-"""Anthropic signs thinking; clients want the field and send it back."""
-
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
+
+UNWRITTEN: dict[str, dict[str, Any]] = {
+    "thinking": {"thinking": "", "signature": ""},
+    "text": {"text": ""},
+    "tool_use": {"input": {}},
+}
+"""What the deltas of a block fill."""
 
 
 @dataclass(frozen=True)
@@ -58,29 +62,23 @@ def stop_of(choice: Choice) -> dict[str, Any]:
 
 def whole_message(head: Head, work: Work) -> dict[str, Any]:
     run = work.runs[0]
-    choice, answer = run.choices[0], run.choices[0].answer
-    content: list[dict[str, Any]] = []
-    if answer.reasoning:
-        content.append({"type": "thinking", "thinking": answer.reasoning, "signature": SIGNATURE})
-    if answer.text.strip():
-        content.append({"type": "text", "text": answer.text})
-    content += [_tool_use(call, call_input(call)) for call in choice.calls]
+    choice = run.choices[0]
     resume = run.report.match.resume if run.report is not None else 0
     return head.message(
-        content=content,
+        content=content_blocks(choice.parts),
         **stop_of(choice),
         usage=usage_of(head, work, resume, choice),
         rewarm=rewarm_object(work.runs),
     )
 
 
-def _tool_use(call: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "tool_use",
-        "id": call["id"],
-        "name": call["function"]["name"],
-        "input": given,
-    }
+def _content(block: dict[str, Any]) -> dict[str, Any]:
+    """A block's content as a delta."""
+    if block["type"] == "tool_use":
+        return {"type": "input_json_delta", "partial_json": encoded(block["input"])}
+    if block["type"] == "thinking":
+        return {"type": "thinking_delta", "thinking": block["thinking"]}
+    return {"type": "text_delta", "text": block["text"]}
 
 
 @dataclass
@@ -91,10 +89,12 @@ class MessageStream:
     work: Work
     _started: bool = False
     _index: int = -1
+    _kind: str | None = None
+    """Of the part that is being written."""
     _open: str | None = None
-    """The type of the block that is being written."""
+    """The type of its block, once it has begun."""
     _blank: str = ""
-    """Blanks that no text has followed yet: alone they are no block."""
+    """The beginning of a text that has been nothing but blanks."""
     _failed: bool = False
 
     def opening(self) -> str:
@@ -121,7 +121,7 @@ class MessageStream:
             self.work.abandon()
             return self.failure(as_api_error(event.error))
         if isinstance(event, Delta):
-            return self._start(0) + self._delta(event)
+            return self._start(0) + "".join([self._part(part) for part in event.parts])
         return ""
 
     def _start(self, resume: int) -> str:
@@ -131,35 +131,28 @@ class MessageStream:
         message = self.head.message(usage=usage_of(self.head, self.work, resume))
         return data({"type": "message_start", "message": message}, "message_start")
 
-    def _delta(self, event: Delta) -> str:
-        parts = []
-        if event.reasoning:
-            parts.append(self._enter({"type": "thinking", "thinking": "", "signature": ""}))
-            parts.append(self._add({"type": "thinking_delta", "thinking": event.reasoning}))
-        if event.text:
-            text = self._blank + event.text
-            if self._open != "text" and not text.strip():
-                self._blank = text
-            else:
-                self._blank = ""
-                parts.append(self._enter({"type": "text", "text": ""}))
-                parts.append(self._add({"type": "text_delta", "text": text}))
-        for call in event.calls:
-            self._blank = ""
-            parts.append(self._close())
-            parts.append(self._enter(_tool_use(call, {})))
-            given = call["function"]["arguments"] if call_input(call) else "{}"
-            parts.append(self._add({"type": "input_json_delta", "partial_json": given}))
-        return "".join(parts)
+    def _part(self, part: Part) -> str:
+        """Written as `content_blocks` writes the whole of it, of which this is a piece."""
+        before = ""
+        if part.kind != self._kind or part.kind == "call":
+            before = self._close()
+            self._kind, self._blank = part.kind, ""
+        if self._open is None:
+            part = part._replace(text=self._blank + part.text)
+            if not is_block(part):
+                self._blank = part.text
+                return before
+        block = block_of(part)
+        return before + self._enter(block) + self._add(_content(block))
 
     def _enter(self, block: dict[str, Any]) -> str:
-        if self._open == block["type"]:
+        if self._open is not None:
             return ""
-        before = self._close()
         self._index += 1
         self._open = block["type"]
-        start = {"type": "content_block_start", "index": self._index, "content_block": block}
-        return before + data(start, "content_block_start")
+        begun = {**block, **UNWRITTEN[block["type"]]}
+        start = {"type": "content_block_start", "index": self._index, "content_block": begun}
+        return data(start, "content_block_start")
 
     def _add(self, delta: dict[str, Any]) -> str:
         body = {"type": "content_block_delta", "index": self._index, "delta": delta}

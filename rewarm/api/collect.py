@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from rewarm.engine.request import Finish, Report, Sampled
 from rewarm.prompt import Answer
@@ -24,6 +24,24 @@ class Progress:
     total: int
 
 
+class Part(NamedTuple):
+    """A stretch of an answer that is all of one kind; every call is a part of its own."""
+
+    kind: Literal["thinking", "text", "call"]
+    text: str = ""
+    call: dict[str, Any] | None = None
+
+
+def parts_of(reasoning: str, text: str, calls: Sequence[dict[str, Any]]) -> Iterator[Part]:
+    """What a token added, in the order in which it is delivered."""
+    if reasoning:
+        yield Part("thinking", reasoning)
+    if text:
+        yield Part("text", text)
+    for call in calls:
+        yield Part("call", call=call)
+
+
 @dataclass(frozen=True)
 class Delta:
     """What a token added to a choice; with logprobs, the tokens since the last one."""
@@ -33,6 +51,10 @@ class Delta:
     reasoning: str = ""
     calls: Sequence[dict[str, Any]] = ()
     sampled: Sequence[Sampled] = ()
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        return parts_of(self.reasoning, self.text, self.calls)
 
 
 @dataclass(frozen=True)
@@ -66,6 +88,8 @@ class Choice:
     reasoning_tokens: int = 0
     calls: list[dict[str, Any]] = field(default_factory=list)
     """Those that are delivered: all of them, or the first where one was asked for."""
+    parts: list[Part] = field(default_factory=list)
+    """What is delivered, in its order; no two neighbours are text, or thinking."""
     sampled: list[Sampled] = field(default_factory=list)
     """With logprobs: every token but the one that ends the answer."""
     finish: str = "cancelled"
@@ -82,6 +106,15 @@ class Choice:
             self.reasoning_tokens += self._silent
         if text or reasoning:
             self._silent = 0
+
+    def add(self, reasoning: str, text: str, calls: Sequence[dict[str, Any]]) -> None:
+        self.calls += calls
+        for part in parts_of(reasoning, text, calls):
+            last = self.parts[-1] if self.parts else None
+            if last is not None and last.kind == part.kind != "call":
+                self.parts[-1] = Part(part.kind, last.text + part.text)
+            else:
+                self.parts.append(part)
 
     def untold(self) -> list[Sampled]:
         fresh = self.sampled[self._told :]
@@ -171,7 +204,7 @@ class Collector:
         choice = self.choices[index]
         if self.one_call:
             calls = calls[:1] if not choice.calls else ()
-        choice.calls += calls
+        choice.add(reasoning, text, calls)
         if not self.stream:
             return
         sampled = choice.untold() if text or reasoning or calls or last else ()

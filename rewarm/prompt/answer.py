@@ -13,6 +13,15 @@ from .messages import Message
 from .readers import Call, Part, Plain, Reader, reader_of
 from .stops import Stops
 
+LOST = "\ufffd"
+"""What bytes that are no whole character are decoded to."""
+
+SPELLINGS = (LOST, "ï¿½", "<0xEF><0xBF><0xBD>")
+"""That character itself, as vocabularies write it: its text, or its three bytes."""
+
+TAIL = 8
+"""Tokens at the end of a prompt among which a whole character is looked for."""
+
 
 class Piece(NamedTuple):
     """What a token added. Text comes when it is certain: characters are whole, and what might
@@ -48,11 +57,13 @@ class Answer:
         self._reader: Reader = Plain() if raw else reader_of(tokenizer, prompt, tools)
         self._stops = Stops([stop] if isinstance(stop, str) else stop)
         self._ends = frozenset(tokenizer.eos_token_ids)
+        self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer
         self._finished = False
-        if (raw or continued) and len(prompt):
+        if raw or continued:
             # Detokenizers drop a space at the very beginning.
-            self._segment(int(prompt[-1]))
+            for token in self._whole_tail(prompt):
+                self._segment(token)
 
     def add(self, token: int) -> Piece:
         """A token of the answer. One that ends it adds no text."""
@@ -82,6 +93,9 @@ class Answer:
         text = reasoning = ""
         calls: list[Call] = []
         for part in parts:
+            if part.reasoning or part.calls:
+                # No stop sequence spans these, and what came before them is not to come after.
+                text += self._stops.flush()
             passed = self._stops.feed(part.text)
             text += passed.text
             if passed.stop is not None:
@@ -108,4 +122,33 @@ class Answer:
             self._detokenizer.finalize()
         except Exception:  # half a character, which mlx-lm's detokenizer may stumble over
             return ""
-        return str(self._detokenizer.last_segment)
+        segment = str(self._detokenizer.last_segment)
+        if segment.endswith(LOST) and not self._wrote_lost():
+            return segment.rstrip(LOST)
+        return segment
+
+    def _wrote_lost(self) -> bool:
+        """Whether the last character is LOST itself, and not the beginning of another."""
+        try:
+            # Its bytes may be three tokens.
+            tokens = self._tokenizer.convert_ids_to_tokens(self._detokenizer.tokens[-3:])
+        except Exception:  # tokens that the tokenizer does not know
+            return False
+        return "".join(t or "" for t in tokens).endswith(SPELLINGS)
+
+    def _whole_tail(self, prompt: Tokens) -> list[int]:
+        """Tokens near the prompt's end that are whole characters, so that a detokenizer holds
+        nothing of them back for the answer; it does so with a space, too."""
+        for stop in range(len(prompt), max(len(prompt) - TAIL, 0), -1):
+            for begin in range(stop - 1, max(stop - TAIL, 0) - 1, -1):
+                tail: list[int] = prompt[begin:stop].tolist()
+                text = self._decoded(tail)
+                if text and not text.startswith(LOST) and not text.endswith((LOST, " ")):
+                    return tail
+        return []
+
+    def _decoded(self, tokens: list[int]) -> str:
+        try:
+            return str(self._tokenizer.decode(tokens))
+        except Exception:  # tokens that the tokenizer does not know
+            return ""

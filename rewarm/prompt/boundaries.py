@@ -83,20 +83,26 @@ class Finder:
     def message_ends(self, rendered: Rendered) -> tuple[MessageEnd, ...]:
         """Every message whose content the template has copied, by one tagged render."""
         tags = Tags(rendered.text)
-        tagged = self._template.attempt(
-            tags.tagged(rendered.chat, continued=rendered.continued),
-            rendered.context,
-            generation=not rendered.continued,
-        )
-        if tagged is None:
-            return ()
-        ends = tags.ends(tagged, rendered.text, whole=not rendered.continued)
-        located = ((i, self._edges.end(rendered.encoded, at)) for i, at in ends.items())
+        tagged = tags.tagged(rendered.chat, continued=rendered.continued)
         return tuple(
             MessageEnd(i, rendered.chat[i]["role"], position)
-            for i, position in located
-            if position is not None
+            for i, position in self._located(rendered, tags, tagged).items()
         )
+
+    def message_begins(self, rendered: Rendered) -> dict[int, int]:
+        """Where the contents begin, in tokens, by message; by one more tagged render."""
+        tags = Tags(rendered.text)
+        tagged = tags.begun(rendered.chat, continued=rendered.continued)
+        return self._located(rendered, tags, tagged)
+
+    def _located(self, rendered: Rendered, tags: Tags, chat: list[Message]) -> dict[int, int]:
+        """The positions of the tags, by message."""
+        tagged = self._template.attempt(chat, rendered.context, generation=not rendered.continued)
+        if tagged is None:
+            return {}
+        places = tags.places(tagged, rendered.text, whole=not rendered.continued)
+        located = ((i, self._edges.end(rendered.encoded, at)) for i, at in places.items())
+        return {i: position for i, position in located if position is not None}
 
     def generation(self, rendered: Rendered, ends: Sequence[MessageEnd]) -> int:
         """Where the generation prompt begins, or the answer that is continued."""

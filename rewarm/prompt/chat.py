@@ -15,7 +15,7 @@ from rewarm.errors import InvalidPrompt
 from .boundaries import Finder, MessageEnd, Rendered
 from .edges import Edges
 from .encoder import Encoder
-from .messages import Message, normalised
+from .messages import REASONING, Message, normalised
 from .probes import OTHER, QUESTION, RESULTS, results
 from .tags import Tags
 from .template import Context, Refused, Template
@@ -116,15 +116,44 @@ class ChatRenderer:
     def _prompt(self, rendered: Rendered, every_turn: bool, marks: Iterable[int]) -> Prompt:
         ends = self._finder.message_ends(rendered)
         boundaries = self._finder.boundaries(rendered, ends, every_turn=every_turn)
+        generation = self._finder.generation(rendered, ends)
         places = {e.index: e.position for e in ends}
         places.update((-1, b.position) for b in boundaries if b.kind == "system")
+        wanted = set(marks)
+        lost = sorted(m for m in wanted - places.keys() if 0 <= m < len(rendered.chat))
+        if lost:
+            places |= self._nearest(rendered, lost, places, boundaries, generation)
         return Prompt(
             rendered.encoded.tokens,
             boundaries,
-            tuple(sorted({places[m] for m in marks if m in places})),
-            self._finder.generation(rendered, ends),
+            tuple(sorted({places[m] for m in wanted if m in places})),
+            generation,
             ends,
         )
+
+    def _nearest(
+        self,
+        rendered: Rendered,
+        wanted: list[int],
+        places: dict[int, int],
+        boundaries: Sequence[Boundary],
+        generation: int,
+    ) -> dict[int, int]:
+        """Places for the ends of messages that have no text, such as tool calls: where the next
+        message's text begins, or else where the nearest text before them ends."""
+        last = len(rendered.chat) - 1
+        begins: dict[int, int] = {}
+        if wanted[0] < last:
+            begins = self._finder.message_begins(rendered)
+        loop = [b.position for b in boundaries if b.kind == "turn" and not b.durable]
+        after = generation if rendered.continued else max(loop, default=generation)
+        found: dict[int, int] = {}
+        for m in wanted:
+            before = max((p for i, p in places.items() if i < m), default=0)
+            place = (after if m == last else begins.get(m + 1)) or before
+            if place:
+                found[m] = place
+        return found
 
     def _continued(self, chat: list[Message], context: Context) -> str:
         """The text up to the end of the last message's content, whatever a template adds there."""
@@ -143,4 +172,6 @@ def _is_begun(chat: list[Message]) -> bool:
         raise InvalidPrompt("only a last message of the assistant, with text, can be continued")
     if not last["content"] and len(chat) == 1:
         raise InvalidPrompt("the chat is empty: there is nothing to answer or to continue")
+    if not last["content"] and last.get(REASONING[0]):
+        raise InvalidPrompt("an answer can be continued only from its text, not from its thinking")
     return bool(last["content"])

@@ -32,8 +32,17 @@ class Tags:
             tagged[-1] = {**last, "content": last["content"] + self._tag(len(chat) - 1)}
         return tagged
 
-    def ends(self, rendered: str, text: str, *, whole: bool = True) -> dict[int, int]:
-        """Where the contents end in the text, in characters, by message. Not `whole`: the text is
+    def begun(self, chat: list[Message], *, continued: bool = False) -> list[Message]:
+        """The same with the tags at the beginning of each content. One more tag keeps the white
+        space at the end of the last one, where that is to be continued."""
+        tagged = [self._begun(i, message) for i, message in enumerate(chat)]
+        if continued:
+            last = tagged[-1]
+            tagged[-1] = {**last, "content": last["content"] + self._tag(len(chat))}
+        return tagged
+
+    def places(self, rendered: str, text: str, *, whole: bool = True) -> dict[int, int]:
+        """Where the tags are in the text, in characters, by message. Not `whole`: the text is
         only the beginning of what was rendered."""
         found: dict[int, list[int]] = {}
         parts: list[str] = []
@@ -68,3 +77,11 @@ class Tags:
         if not inner:
             return message  # a template may ask whether there is a content at all
         return {**message, "content": inner + self._tag(index) + content[len(inner) :]}
+
+    def _begun(self, index: int, message: Message) -> Message:
+        content: str = message["content"]
+        inner = content.lstrip()
+        if not inner:
+            return message
+        space = content[: len(content) - len(inner)]
+        return {**message, "content": space + self._tag(index) + inner}

@@ -199,3 +199,18 @@ def test_a_budget_that_means_nothing_is_a_clear_error(size: object) -> None:
 def test_auto_takes_a_share_of_what_is_free() -> None:
     assert 64_000_000 <= auto_size() < 1 << 44
     assert PrefixCache(zoo.tiny("llama")).stats().budget > 64_000_000
+
+
+def test_what_is_said_to_be_asked_for_again_stays_longer() -> None:
+    model = zoo.tiny("nemotron_h")
+
+    def kept(hint: float) -> list[bool]:
+        cache = PrefixCache(model, memory="64MB", chunk=512)
+        older, newer = prompt(2400), prompt(2400, seed=1)
+        run(model, cache, older, hint=hint)
+        run(model, cache, newer)
+        cache.resize(cache.stats().held * 2 // 3)
+        return [cache.match(p).resume > 0 for p in (older, newer)]
+
+    assert kept(1.0) == [False, True]
+    assert kept(4.0) == [True, False]

@@ -199,13 +199,17 @@ class Chat:
             self._print(event)
 
     def _print(self, piece: Piece) -> None:
-        plain = {"end": "", "markup": False, "highlight": False, "soft_wrap": True}
-        if piece.reasoning:
-            self.console.print(piece.reasoning, style="dim", **plain)  # type: ignore[arg-type]
-        if piece.text:
-            self.console.print(piece.text, **plain)  # type: ignore[arg-type]
+        self._write(piece.reasoning, "dim")
+        self._write(piece.text)
         for call in piece.calls:
-            self.console.print(f"\n{call['function']}", style="cyan", **plain)  # type: ignore[arg-type]
+            self._write(f"\n{call['function']}", "cyan")
+
+    def _write(self, text: str, style: str | None = None) -> None:
+        """As it is: no markup, no wrapping, no end of line."""
+        if text:
+            self.console.print(
+                text, style=style, end="", markup=False, highlight=False, soft_wrap=True
+            )
 
     def _summary(self, report: Report, tokens: int) -> None:
         match = report.match

@@ -63,10 +63,11 @@ def test_pieces_add_up_to_the_text_and_no_character_is_cut(name: str, text: str)
 @given(tokens=st.lists(st.integers(0, 300_000), max_size=30), raw=st.booleans())
 def test_any_tokens_make_some_answer(name: str, tokens: list[int], raw: bool) -> None:
     answer = Answer(answering(name), [1, 2], raw=raw, stop=["a", "</"], tools=TOOLS)
-    said(answer, tokens)
-    answer.text.encode()
-    answer.reasoning.encode()
-    json.dumps(answer.message())
+    pieces = said(answer, tokens)
+    assert answer.text == "".join(p.text for p in pieces)
+    assert answer.reasoning == "".join(p.reasoning for p in pieces)
+    (answer.text + answer.reasoning).encode()  # no lone surrogates
+    assert json.loads(json.dumps(answer.message()))["content"] == answer.text
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -68,7 +68,9 @@ def test_a_field_that_would_change_the_answer_is_refused(field: str) -> None:
 
 
 def test_fields_that_change_nothing_are_accepted() -> None:
-    openai_chat(user="u", metadata={"a": "b"}, store=True, service_tier="auto", unknown=1)
+    plain = openai_chat()
+    same = openai_chat(user="u", metadata={"a": "b"}, store=True, service_tier="auto", unknown=1)
+    assert (same.messages, same.template, same.tools) == (plain.messages, plain.template, None)
 
 
 @pytest.mark.parametrize(

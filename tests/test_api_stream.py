@@ -88,6 +88,7 @@ def test_a_closed_event_loop_is_survived() -> None:
     sink.ended(0, "stop")
     sink.done(REPORT)
     sink.failed(ValueError("late"))
+    assert (sink.choices[0].finish, sink.error) == ("stop", None)
 
 
 def test_silence_is_told_and_leaving_cancels() -> None:

@@ -58,6 +58,7 @@ def test_a_wrong_option_is_named() -> None:
         (("--reuse", "sometimes"), "sometimes"),
         (("--disk", "somewhere"), "disk='somewhere'"),
         (("--kv-bits", "7"), "kv_bits=7"),
+        (("--kv-bits", "8", "--port", "0"), "kv_group_size=64"),
         (("--chat-template-args", "nonsense"), "nonsense"),
         (("--chat-template-args", "[]"), "not a JSON object"),
         (("no such model", "--port", "0"), "neither a folder nor"),

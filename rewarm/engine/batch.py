@@ -14,6 +14,7 @@ from mlx_lm.models.cache import (
     BatchRotatingKVCache,
     CacheList,
     KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
 )
 from mlx_lm.sample_utils import greedy_sampler
@@ -21,6 +22,7 @@ from mlx_lm.sample_utils import greedy_sampler
 from rewarm.cache import PrefixCache
 from rewarm.cache.model import MakeCaches
 from rewarm.cache.tree import Tokens
+from rewarm.errors import InvalidOption
 
 from .sampling import Processor, Sampler
 
@@ -202,7 +204,17 @@ class Costs(NamedTuple):
 def running_bytes(model: Any, cache: PrefixCache) -> Costs:
     n = max(CHECK_LENGTHS)
     layout = cache.layout
-    caches = _prefilled(model, cache.blank(), np.zeros(n, np.int32))
+    caches = cache.blank()
+    try:
+        _prefilled(model, caches, np.zeros(n, np.int32))
+    except ValueError as error:
+        groups = {c.group_size for c in caches if isinstance(c, QuantizedKVCache)}
+        if not groups:
+            raise
+        raise InvalidOption(
+            f"kv_group_size={groups.pop()}: this model's heads do not divide into such groups "
+            f"({error}); give a smaller one, such as 32"
+        ) from error
     if not layout.reusable:
         return Costs(sum(getattr(c, "nbytes", 0) for c in caches) // n, 0)
     rows = layout.packing("rows", caches, 0, n).nbytes(n) // n if layout.has_rows else 0

@@ -32,7 +32,7 @@ pre {{ background: #8881; padding: 1rem; overflow-x: auto; border-radius: 6px }}
 <p>{what}</p>
 <pre>curl {base}/v1/chat/completions \\
   -H 'Content-Type: application/json' {key}\\
-  -d '{{"messages": [{{"role": "user", "content": "Hello!"}}]}}'</pre>
+  -d '{{"messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 32}}'</pre>
 <p>OpenAI's API is at <code>/v1/chat/completions</code> and <code>/v1/completions</code>,
 Anthropic's at <code>/v1/messages</code>.</p>
 <p><a href="/health">health</a> · <a href="/metrics">metrics</a> ·

@@ -14,7 +14,7 @@ from rewarm.engine import Engine, Loaded, Request, Sampled, Sampling, runner
 from rewarm.engine.batch import Batch, decodes_in_batches
 from rewarm.engine.loop import Loop
 from rewarm.engine.runner import Runner
-from rewarm.engine.sampling import make_processors
+from rewarm.engine.sampling import make_processors, make_sampler
 from rewarm.errors import (
     ContextExceeded,
     EngineFault,
@@ -454,6 +454,20 @@ def test_a_seed_gives_the_same_answer_alone_in_a_batch_and_from_the_cache() -> N
         assert first.tokens != second.tokens
         for each in asked:
             each.over()
+
+
+def test_each_position_of_a_seed_draws_anew_and_can_be_taken_up_anywhere() -> None:
+    flat = mx.zeros((1, 512))
+    seeded = Sampling(temperature=1.0, seed=11)
+
+    def drawn(choice: int, since: int) -> list[int]:
+        sampler = make_sampler(seeded, choice, since, 512)
+        return [int(sampler(flat).item()) for _ in range(since, 12)]
+
+    first = drawn(0, 0)
+    assert len(set(first)) > 8
+    assert drawn(0, 5) == first[5:]
+    assert drawn(1, 0) != first
 
 
 def test_several_answers_to_one_prompt_take_one_prefill() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from rewarm import accel
 from rewarm.cache import PrefixCache
 from rewarm.cache.tree import Tokens
 from rewarm.engine.batch import Step
@@ -76,6 +77,7 @@ class Session:
     """Generates with a model, and never computes a known prompt prefix again."""
 
     def __init__(self, model: Any, tokenizer: Any, cache: PrefixCache | None = None) -> None:
+        accel.install()
         if not isinstance(tokenizer, TokenizerWrapper):
             tokenizer = TokenizerWrapper(tokenizer)
         self.model = model

@@ -186,4 +186,4 @@ def test_random_programs_compute_what_a_cold_run_computes(name: str, reuse: str)
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert machine.hits >= 10
+    assert machine.hits >= 5

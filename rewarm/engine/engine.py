@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generation_stream, wired_limit
 
+from rewarm import accel
 from rewarm.cache import PrefixCache
 from rewarm.cache.memory import auto_size
 from rewarm.cache.model import checked_tokens, context_size, evaluate, vocabulary_size
@@ -266,6 +267,7 @@ class Engine:
         self._finish()
 
     def _prepare(self) -> None:
+        accel.install()
         loaded = self._load()
         model, cache = loaded.model, loaded.cache
         evaluate(model)

@@ -1,0 +1,519 @@
+"""The gated delta rule in chunks, against the rule token by token in float64."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+import pytest
+from mlx_lm.models import gated_delta
+
+from rewarm.accel import cpu, delta
+
+from .conftest import SOAK
+
+Array = npt.NDArray[np.float64]
+
+off_metal = pytest.mark.skipif(mx.metal.is_available(), reason="mlx-lm has a kernel for Metal")
+
+
+@dataclass(frozen=True)
+class Case:
+    length: int
+    by_key: bool = False
+    gates: tuple[float, float] = (0.5, 1.0)
+    zeros: float = 0.0
+    """The share of gates that are exactly 0."""
+    beta: float = 1.0
+    batch: int = 1
+    key_heads: int = 2
+    shared_by: int = 1
+    key_dim: int = 32
+    value_dim: int = 24
+    same_keys: bool = False
+    with_state: bool = True
+    masked: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    g: mx.array
+    beta: mx.array
+    state: mx.array | None
+    mask: mx.array | None
+
+    def cut(self, start: int, stop: int) -> Inputs:
+        parts = {name: getattr(self, name) for name in ("q", "k", "v", "g", "beta", "mask")}
+        cut = {name: x if x is None else x[:, start:stop] for name, x in parts.items()}
+        return replace(self, **cut)
+
+    def rounded(self, dtype: mx.Dtype) -> Inputs:
+        parts = {name: getattr(self, name).astype(dtype) for name in ("q", "k", "v", "beta")}
+        return replace(self, **parts)
+
+    def run(self) -> tuple[mx.array, mx.array]:
+        return delta.chunked(self.q, self.k, self.v, self.g, self.beta, self.state, self.mask)
+
+
+def inputs(case: Case) -> Inputs:
+    random = np.random.default_rng([case.seed, case.length])
+    heads = case.key_heads * case.shared_by
+    tokens = (case.batch, case.length)
+
+    def array(x: Any) -> mx.array:
+        return mx.array(np.asarray(x, dtype=np.float32))
+
+    q, k = random.standard_normal((2, *tokens, case.key_heads, case.key_dim))
+    if case.same_keys:
+        k[:] = k[:, :1]
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    g = random.uniform(*case.gates, (*tokens, heads, *[case.key_dim] * case.by_key))
+    g[random.random(g.shape) < case.zeros] = 0
+    state = random.standard_normal((case.batch, heads, case.value_dim, case.key_dim))
+    return Inputs(
+        q=array(q * case.key_dim**-0.5),
+        k=array(k),
+        v=array(random.standard_normal((*tokens, heads, case.value_dim))),
+        g=array(g),
+        beta=array(random.uniform(0, case.beta, (*tokens, heads))),
+        state=array(state) if case.with_state else None,
+        mask=mx.array(random.random(tokens) >= case.masked) if case.masked else None,
+    )
+
+
+def by_token(given: Inputs) -> tuple[Array, Array]:
+    """The rule as it is defined. A masked token's output is left at 0."""
+
+    def array(x: mx.array) -> Array:
+        return np.array(x.astype(mx.float32)).astype(np.float64)
+
+    q, k, v, g, beta = map(array, (given.q, given.k, given.v, given.g, given.beta))
+    q, k = (np.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+    mask = np.ones(v.shape[:2], bool) if given.mask is None else np.array(given.mask)
+    y = np.zeros(v.shape)
+    states = np.zeros((v.shape[0], *v.shape[2:], k.shape[-1]))
+    if given.state is not None:
+        states += array(given.state)
+    for b, t in np.argwhere(mask):
+        state = states[b] * (g[b, t, :, None, None] if g.ndim == 3 else g[b, t, :, None])
+        read = (state @ k[b, t, :, :, None])[..., 0]
+        write = (v[b, t] - read) * beta[b, t, :, None]
+        states[b] = state + write[..., None] * k[b, t, :, None]
+        y[b, t] = (states[b] @ q[b, t, :, :, None])[..., 0]
+    return y, states
+
+
+def distance(found: mx.array, right: Array) -> float:
+    difference = np.array(found.astype(mx.float32)).astype(np.float64) - right
+    size = np.linalg.norm(right) or 1.0  # all may be masked
+    return float(np.linalg.norm(difference) / size)
+
+
+def outputs(found: mx.array, mask: mx.array | None) -> mx.array:
+    return found if mask is None else mx.where(mask[..., None, None], found, 0)
+
+
+def assert_right(given: Inputs, tolerance: float) -> None:
+    y, state = given.run()
+    right_y, right_state = by_token(given)
+    assert y.shape == given.v.shape
+    assert y.dtype == given.q.dtype
+    assert state.dtype == mx.float32
+    assert not mx.isnan(y).any().item()
+    assert distance(outputs(y, given.mask), right_y) <= tolerance
+    assert distance(state, right_state) <= tolerance
+
+
+def sampled() -> Iterator[Case]:
+    """Random shapes and gates of every kind."""
+    random = np.random.default_rng(11)
+    gates = [(0.0, 1.0), (0.0, 1e-3), (0.0, 1e-30), (0.99, 1.0), (1.0, 1.0), (0.9, 1.0)]
+    longest = 4096 if SOAK else 200
+    for i in range(600 if SOAK else 36):
+        yield Case(
+            length=int(np.exp(random.uniform(0, np.log(longest)))),
+            by_key=bool(i % 2),
+            gates=gates[i % len(gates)],
+            zeros=float(random.choice([0, 0.05])),
+            beta=float(random.choice([1, 2])),
+            batch=int(random.integers(1, 3)),
+            key_heads=int(random.integers(1, 4)),
+            shared_by=int(random.integers(1, 4)),
+            key_dim=int(random.choice([8, 16, 32, 64, 100, 128])),
+            value_dim=int(random.choice([4, 16, 48, 64, 128])),
+            same_keys=bool(random.integers(2)),
+            with_state=bool(random.integers(2)),
+            masked=float(random.choice([0, 0, 0.3])),
+            seed=i,
+        )
+
+
+@pytest.mark.parametrize("case", list(sampled()), ids=lambda case: f"{case.seed}-{case.length}")
+def test_chunks_give_what_the_rule_gives(case: Case) -> None:
+    assert_right(inputs(case), 1e-5)
+    assert_right(inputs(case).rounded(mx.bfloat16), 1e-2)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("length", [*range(1, 68), 127, 129] if SOAK else [1, 2, 3, 17, 33, 63, 65])
+def test_every_length_is_right(length: int, by_key: bool) -> None:
+    assert_right(inputs(Case(length, by_key)), 1e-5)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("gates", [(0.999, 1.0), (0.0, 1.0), (0.0, 1e-4)])
+def test_long_sequences_stay_right(gates: tuple[float, float], by_key: bool) -> None:
+    assert_right(inputs(Case(4096, by_key, gates, key_heads=1, beta=2)), 1e-5)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_repeated_key_is_right(by_key: bool) -> None:
+    """The powers of A are at their largest: a plain product of them fails here."""
+    case = Case(256, by_key, gates=(1.0, 1.0), same_keys=True)
+    given = replace(inputs(case), beta=mx.full((1, 256, 2), 1.9))
+    assert_right(given, 1e-5)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("chunk", [16, 32, 64, 128])
+def test_every_chunk_length_is_right(
+    chunk: int, by_key: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CPU_CHUNK", "SMALL_CPU_CHUNK", "GPU_CHUNK"):
+        monkeypatch.setattr(delta, name, chunk)
+    assert_right(inputs(Case(300, by_key, (0.0, 1.0), 0.05, beta=2, shared_by=2)), 1e-5)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_gates_of_zero_forget_everything(by_key: bool) -> None:
+    given = inputs(Case(100, by_key, gates=(0.0, 0.0)))
+    assert_right(given, 1e-5)
+    y, state = given.run()
+    other_y, other_state = replace(given, state=None).run()
+    assert mx.array_equal(y, other_y).item()
+    assert mx.array_equal(state, other_state).item()
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_sequence_in_two_calls_is_the_same(by_key: bool) -> None:
+    given = inputs(Case(150, by_key, batch=2, shared_by=2, masked=0.2))
+    right_y, right_state = by_token(given)
+    for cut in (1, 31, 32, 100, 149):
+        first_y, state = given.cut(0, cut).run()
+        last_y, state = replace(given.cut(cut, 150), state=state).run()
+        y = outputs(mx.concatenate([first_y, last_y], axis=1), given.mask)
+        assert distance(y, right_y) <= 1e-5
+        assert distance(state, right_state) <= 1e-5
+
+
+def test_masked_tokens_leave_the_state_untouched() -> None:
+    given = inputs(Case(70, batch=2))
+    mask = mx.array([[False] * 70, [True] * 33 + [False] * 37])
+    _, state = replace(given, mask=mask).run()
+    assert given.state is not None
+    assert mx.array_equal(state[0], given.state[0]).item()
+    _, right = by_token(given.cut(0, 33))
+    assert distance(state[1], right[1]) <= 1e-5
+
+
+def test_a_gradient_passes_through() -> None:
+    """mlx-lm trains through this function."""
+    given = inputs(Case(40))
+
+    def loss(rule: Any, v: mx.array, beta: mx.array) -> mx.array:
+        y, _ = rule(given.q, given.k, v, given.g, beta, given.state)
+        total: mx.array = (y * y).sum()
+        return total
+
+    stock = stock_rule()
+    for wanted in (1, 2):
+        ours = mx.grad(loss, wanted)(delta.chunked, given.v, given.beta)
+        right = mx.grad(loss, wanted)(stock, given.v, given.beta)
+        assert distance(ours, np.array(right).astype(np.float64)) <= 1e-4
+
+
+def stock_rule() -> delta.Rule:
+    """mlx-lm's, whether or not an earlier test has put ours there."""
+    return delta._stock or gated_delta.gated_delta_ops
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> delta.Rule:
+    """mlx-lm as it comes; whatever a test installs is undone."""
+    stock = stock_rule()
+    monkeypatch.setattr(gated_delta, "gated_delta_ops", stock)
+    monkeypatch.setattr(delta, "_stock", None)
+    monkeypatch.delenv("REWARM_ACCEL", raising=False)
+    return stock
+
+
+def through_mlx_lm(given: Inputs) -> tuple[mx.array, mx.array]:
+    heads = given.v.shape[2]
+    a, b = (mx.zeros((*given.v.shape[:2], heads)) for _ in range(2))
+    found: tuple[mx.array, mx.array] = gated_delta.gated_delta_update(
+        *(given.q, given.k, given.v, a, b), mx.zeros(heads), mx.zeros(heads), given.state
+    )
+    return found
+
+
+@off_metal
+def test_install_is_what_mlx_lm_then_runs(
+    untouched: delta.Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = inputs(Case(100))
+    before = through_mlx_lm(given)
+    assert delta.install()
+    calls = []
+
+    def counted(*args: Any) -> tuple[mx.array, mx.array]:
+        calls.append(args[0].shape[1])
+        return chunked(*args)
+
+    chunked = delta.chunked
+    monkeypatch.setattr(delta, "chunked", counted)
+    after = through_mlx_lm(given)
+    assert calls == [100]
+    for ours, theirs in zip(after, before, strict=True):
+        assert distance(ours, np.array(theirs).astype(np.float64)) <= 1e-5
+
+
+@off_metal
+def test_a_single_token_goes_the_old_way(
+    untouched: delta.Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert delta.install()
+    monkeypatch.setattr(delta, "chunked", None)
+    given = inputs(Case(1, key_heads=16, key_dim=128, value_dim=128))
+    y, state = through_mlx_lm(given)
+    assert y.shape == given.v.shape
+    assert state.shape == (1, 16, 128, 128)
+
+
+@off_metal
+def test_install_twice_is_install_once(untouched: delta.Rule) -> None:
+    assert delta.install()
+    first = gated_delta.gated_delta_ops
+    assert first is not untouched
+    assert delta.install()
+    assert gated_delta.gated_delta_ops is first
+    assert delta._stock is untouched
+
+
+@pytest.mark.parametrize("value", ["0", "off"])
+def test_install_is_switched_off(
+    value: str, untouched: delta.Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REWARM_ACCEL", value)
+    assert not delta.install()
+    assert gated_delta.gated_delta_ops is untouched
+
+
+def test_on_metal_nothing_is_installed(
+    untouched: delta.Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert not delta.install()
+    assert gated_delta.gated_delta_ops is untouched
+
+
+@off_metal
+@pytest.mark.parametrize("change", ["another signature", "gone"])
+def test_an_unknown_mlx_lm_is_left_alone_with_one_line(
+    change: str,
+    untouched: delta.Rule,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def other(q: mx.array, k: mx.array, v: mx.array, decay: mx.array) -> None: ...
+
+    if change == "gone":
+        monkeypatch.delattr(gated_delta, "gated_delta_ops")
+    else:
+        monkeypatch.setattr(gated_delta, "gated_delta_ops", other)
+    with caplog.at_level(logging.INFO, logger="rewarm"):
+        assert not delta.install()
+    assert len(caplog.records) == 1
+    assert "token by token" in caplog.text
+    assert getattr(gated_delta, "gated_delta_ops", other) is other
+
+
+def test_importing_rewarm_changes_nothing_in_mlx_lm() -> None:
+    program = (
+        "import sys, rewarm, rewarm.accel.cpu, rewarm.accel.delta, mlx.core as mx, mlx.nn as nn\n"
+        "assert 'mlx_lm' not in sys.modules\n"
+        "assert nn.silu is not rewarm.accel.cpu.silu\n"
+        "assert 'rewarm' not in nn.Conv1d.__call__.__module__\n"
+        "assert 'rewarm' not in str(mx.fast.scaled_dot_product_attention)\n"
+        "from mlx_lm.models import gated_delta as found\n"
+        "assert found.gated_delta_ops.__module__ == found.__name__, found.gated_delta_ops\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def normal(*shape: int, seed: int = 3, scale: float = 1.0) -> mx.array:
+    random = np.random.default_rng(seed)
+    return mx.array((random.standard_normal(shape) * scale).astype(np.float32))
+
+
+def test_silu_is_right_to_the_last_digits() -> None:
+    x = np.linspace(-100, 100, 200_001).astype(np.float32)
+    exact = x.astype(np.float64)
+    exact = exact / (1 + np.exp(-exact))
+    found = np.array(cpu.silu(mx.array(x))).astype(np.float64)
+    assert np.all(np.abs(found - exact) <= 3e-7 * np.abs(x))
+    assert cpu.silu(mx.array(x).astype(mx.bfloat16)).dtype == mx.bfloat16
+    assert cpu.silu(mx.array([float("inf")])).item() == float("inf")
+
+
+def test_the_exponential_is_right_to_the_last_digits() -> None:
+    x = np.linspace(-87, 0, 100_001).astype(np.float32)
+    exact = np.exp(x.astype(np.float64))
+    found = np.array(cpu.exp(mx.array(x))).astype(np.float64)
+    assert np.max(np.abs(found / exact - 1)) <= 2e-7
+    assert cpu.exp(mx.array([0.0])).item() == pytest.approx(1, abs=2e-7)
+    assert 0 <= cpu.exp(mx.array([-1e30])).item() < 1e-37
+
+
+@pytest.mark.parametrize("taps", [2, 4])
+def test_a_depthwise_convolution_is_right(taps: int) -> None:
+    x, weight = normal(2, 50, 24), normal(24, taps, 1)
+    right = mx.conv1d(x, weight, groups=24)
+    assert distance(cpu.convolution(x, weight), np.array(right).astype(np.float64)) <= 1e-6
+    x, weight = x.astype(mx.bfloat16), weight.astype(mx.bfloat16)
+    right = mx.conv1d(x.astype(mx.float32), weight.astype(mx.float32), groups=24)
+    found = cpu.convolution(x, weight)
+    assert found.dtype == mx.bfloat16
+    assert distance(found, np.array(right).astype(np.float64)) <= 1.8e-3  # rounded once
+
+
+ATTENTIONS = [
+    # tokens, context, heads, key heads, mask
+    (64, 64, 4, 4, "causal"),
+    (100, 300, 4, 2, "causal"),
+    (9, 5000, 6, 2, "causal"),
+    (40, 40, 4, 1, None),
+    (40, 90, 4, 2, "boolean"),
+    (600, 700, 4, 2, "added"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "context", "heads", "key_heads", "kind"), ATTENTIONS)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_attention_is_right(
+    tokens: int, context: int, heads: int, key_heads: int, kind: str | None, dtype: mx.Dtype
+) -> None:
+    q = normal(2, heads, tokens, 32, scale=3)
+    k, v = normal(2, 2, key_heads, context, 32, seed=4)
+    mask: mx.array | str | None = kind
+    if kind in ("boolean", "added"):
+        mask = mx.tril(mx.ones((tokens, context)), k=context - tokens) > 0
+        mask = mask if kind == "boolean" else mx.where(mask, normal(tokens, context), -mx.inf)
+    stock = cpu._stock.get("attention", mx.fast.scaled_dot_product_attention)
+    right = stock(q, k, v, scale=0.2, mask=mask)
+    found = cpu.attention(*(x.astype(dtype) for x in (q, k, v)), scale=0.2, mask=mask)
+    assert found.dtype == dtype
+    tolerance = 2e-6 if dtype == mx.float32 else 2e-2
+    assert distance(found, np.array(right).astype(np.float64)) <= tolerance
+
+
+def test_a_gradient_passes_through_attention() -> None:
+    q, k, v = normal(3, 1, 2, 20, 16)
+
+    def loss(rule: Any, q: mx.array) -> mx.array:
+        total: mx.array = (rule(q, k, v, scale=0.25, mask="causal") ** 2).sum()
+        return total
+
+    stock = cpu._stock.get("attention", mx.fast.scaled_dot_product_attention)
+    right = np.array(mx.grad(loss, 1)(stock, q)).astype(np.float64)
+    assert distance(mx.grad(loss, 1)(cpu.attention, q), right) <= 1e-4
+
+
+linux_x86 = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="only slow on Linux x86"
+)
+
+
+@pytest.fixture
+def mlx_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX as it comes; whatever a test installs is undone."""
+    stock = cpu._stock
+    monkeypatch.setattr(nn, "silu", stock.get("silu", nn.silu))
+    convolution = stock.get("convolution", nn.Conv1d.__call__)
+    monkeypatch.setattr(nn.Conv1d, "__call__", convolution)
+    attention = stock.get("attention", mx.fast.scaled_dot_product_attention)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(cpu, "_stock", {})
+    monkeypatch.delenv("REWARM_ACCEL", raising=False)
+
+
+def layers() -> tuple[mx.array, ...]:
+    """Every operation that is replaced, as a model calls it, and some that must not be."""
+    x = normal(1, 40, 24)
+    heads = normal(1, 2, 40, 16)
+    depthwise, padded, full = (
+        nn.Conv1d(24, 24, 4, groups=24),
+        nn.Conv1d(24, 24, 4, groups=24, padding=3),
+        nn.Conv1d(24, 24, 4),
+    )
+    for i, module in enumerate((depthwise, padded, full)):
+        module.weight = normal(*module.weight.shape, seed=i)
+        module.bias = normal(24, seed=i)
+    attend = mx.fast.scaled_dot_product_attention
+    return (
+        nn.silu(x),
+        *(module(x) for module in (depthwise, padded, full)),
+        depthwise(x[:, :4]),
+        attend(heads, heads, heads, scale=0.25, mask="causal"),
+        attend(heads, heads, heads, scale=0.25, sinks=mx.zeros(2)),
+        attend(heads[:, :, :1], heads, heads, scale=0.25),
+    )
+
+
+@linux_x86
+def test_installed_operations_give_what_mlx_gives(
+    mlx_untouched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = layers()
+    assert cpu.install()
+    assert cpu.install()
+    assert nn.silu is cpu.silu
+    calls: list[str] = []
+
+    def counting(name: str, ours: Any) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return ours(*args, **options)
+
+        return counted
+
+    for name in ("convolution", "attention"):
+        monkeypatch.setattr(cpu, name, counting(name, getattr(cpu, name)))
+    for ours, theirs in zip(layers(), before, strict=True):
+        assert distance(ours, np.array(theirs).astype(np.float64)) <= 2e-6
+    assert calls == ["convolution", "attention"]
+
+
+@pytest.mark.parametrize("why", ["switched off", "macOS", "another machine"])
+def test_elsewhere_mlx_keeps_its_operations(
+    why: str, mlx_untouched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin" if why == "macOS" else "linux")
+    machine = "aarch64" if why == "another machine" else "x86_64"
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    if why == "switched off":
+        monkeypatch.setenv("REWARM_ACCEL", "0")
+    assert not cpu.install()
+    assert nn.silu is not cpu.silu

@@ -146,7 +146,7 @@ def test_a_stop_sequence_is_looked_for_in_the_content_only() -> None:
     text = "I stop to think.</think>\n\nGo on, then stop here."
     answer = answer_to("qwen3.5", "<|im_start|>assistant\n<think>\n", text, stop=["stop"])
     assert answer.reasoning == "I stop to think."
-    assert answer.text == "\n\nGo on, then "
+    assert answer.text == "Go on, then "
     assert answer.stopped_by == "stop"
     assert answer.add(3) == answer.finish() == Piece("", "", [], None)
 
@@ -195,8 +195,8 @@ def test_raw_text_keeps_its_first_space_and_all_markers() -> None:
 def test_thinking_that_the_template_opened_is_told_apart() -> None:
     opened = "<|im_start|>assistant\n<think>\n"
     answer = answer_to("qwen3.5", opened, "Hm, hm.\n</think>\n\nYes.")
-    assert (answer.reasoning, answer.text) == ("Hm, hm.\n", "\n\nYes.")
-    assert answer.message()["reasoning_content"] == "Hm, hm.\n"
+    assert (answer.reasoning, answer.text) == ("Hm, hm.", "Yes.")
+    assert answer.message()["reasoning_content"] == "Hm, hm."
     closed = opened + "\n</think>\n\n"
     assert answer_to("qwen3.5", closed, "Yes.").text == "Yes."
     itself = answer_to("qwen3.5", "<|im_start|>assistant\n", "<think>Hm.</think>Yes.")

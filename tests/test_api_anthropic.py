@@ -152,10 +152,10 @@ ANSWERS = {
     "thinking after blanks": f"Hm.</think>\n<think>Hm!</think>\n{CALL}\n{OTHER}",
 }
 BLOCKS = {
-    "plain": ["Hm.", "\n\nNo boats."],
-    "one call": ["Hm.", "\n\nI look.\n", "noon"],
+    "plain": ["Hm.", "No boats."],
+    "one call": ["Hm.", "I look.\n", "noon"],
     "nothing but a call": ["Hm.", "noon"],
-    "two calls": ["Hm.", "\n\nI look.\n", "noon", "dusk"],
+    "two calls": ["Hm.", "I look.\n", "noon", "dusk"],
     "text between calls": ["Hm.", "I look.", "noon", "\nAnd again: ", "dusk", " There."],
 }
 

@@ -43,7 +43,10 @@ class Plain:
 
 
 class Parsed:
-    """By mlx-lm's state machine and the model's tool parser."""
+    """By mlx-lm's state machine and the model's tool parser.
+
+    The newlines around thinking are the template's, which puts them there again: they are part of
+    neither the thinking nor the answer."""
 
     def __init__(self, tokenizer: Any, prompt: Tokens, tools: list[Any] | None) -> None:
         self._tools = tools
@@ -53,6 +56,10 @@ class Parsed:
         self._state: Any = make_text_state_machine(tokenizer).make_state(initial)
         self._was: str | None = initial
         self._call = ""
+        self._newlines = ""
+        """At the end of the thinking so far."""
+        self._between = initial == "reasoning"
+        """Whether nothing but newlines came since thinking began or ended."""
 
     def feed(self, text: str) -> list[Part]:
         self._state, segments = TextStateMachine.split(self._state, text)
@@ -67,16 +74,31 @@ class Parsed:
 
     def _read(self, name: str | None, text: str) -> list[Part]:
         parts = []
-        if self._was == "tool" and name != "tool":
-            parts += self._take_call(closed=True)
+        if name != self._was:
+            if self._was == "tool":
+                parts += self._take_call(closed=True)
+            if "reasoning" in (name, self._was):
+                self._newlines, self._between = "", True
         self._was = name
         if name == "tool":
             self._call += text
         elif name == "reasoning":
-            parts.append(Part(reasoning=text))
+            parts.append(Part(reasoning=self._thinking(text)))
         elif name == "normal":
-            parts.append(Part(text))
+            parts.append(Part(self._without_newlines(text)))
         return parts  # other states are a format's own: the headers of messages
+
+    def _thinking(self, text: str) -> str:
+        text = self._newlines + self._without_newlines(text)
+        kept = text.rstrip("\n")
+        self._newlines = text[len(kept) :]
+        return kept
+
+    def _without_newlines(self, text: str) -> str:
+        if self._between:
+            text = text.lstrip("\n")
+            self._between = not text
+        return text
 
     def _take_call(self, *, closed: bool) -> list[Part]:
         """The call just written, or its text where it is none after all."""

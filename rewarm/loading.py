@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx_lm
+from transformers import PreTrainedConfig
 
+from rewarm import accel, pocket
 from rewarm.errors import InvalidOption
 
 log = logging.getLogger("rewarm")
@@ -30,8 +33,15 @@ def load(
     **options: Any,
 ) -> Loaded:
     """A model and its tokenizer, by mlx-lm's own loader."""
-    if str(model) == BUILT_IN:
-        return _stand_in()
+    accel.install()
+    built_in = str(model) == BUILT_IN
+    if built_in:
+        if not (pocket.FOLDER / "model.safetensors").is_file():
+            return _stand_in()
+        model = pocket.FOLDER
+        # transformers puts Qwen's own way of splitting text, and of changing accents, on whatever
+        # says that it is a Qwen. Pocket's tokenizer says all there is to say itself.
+        options["tokenizer_config"] = {"config": PreTrainedConfig()}
     if not Path(model).is_dir() and not HUB_ID.fullmatch(str(model)):
         raise InvalidOption(
             f"model={str(model)!r} is neither a folder nor a Hugging Face id such as "
@@ -39,9 +49,12 @@ def load(
         )
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise InvalidOption(f"adapter_path={adapter_path!r} is not a folder")
-    if trust_remote_code:
+    if trust_remote_code and not built_in:
         options["tokenizer_config"] = {"trust_remote_code": True}
     loaded = mlx_lm.load(str(model), adapter_path=adapter_path, **options)
+    if built_in:
+        # Its weights are stored in half the bytes. It is small enough to be run in full ones.
+        loaded[0].set_dtype(mx.float32)
     return Loaded(loaded[0], loaded[1])
 
 

@@ -1,0 +1,229 @@
+"""How often Pocket is right, on names and values it never saw.
+
+    python -m rewarm.pocket.evaluate
+
+Every question is asked through an engine with its cache, several over one conversation."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rewarm import PrefixCache, load
+from rewarm.engine import Engine, EngineOptions, Finish, Loaded, Report, Request, Sampled
+from rewarm.errors import InvalidOption, NotReady, RewarmError
+from rewarm.pocket.conversations import conversation
+from rewarm.pocket.draw import Draw
+from rewarm.pocket.skills import Turn, World
+from rewarm.prompt import Answer, ChatRenderer, Message
+
+ASKED = ("lookup", "memory", "arithmetic", "tools", "unknown", "talk")
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+PER_CONVERSATION = 5
+AT_ONCE = 16
+LONGEST_ANSWER = 192
+
+
+@dataclass
+class Question:
+    """A turn, asked at the end of a conversation."""
+
+    world: World
+    turn: Turn
+    replies: list[Message] = field(default_factory=list)
+    right: bool = False
+    tokens: int = 0
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def messages(self) -> list[Message]:
+        """As a client sends them: with what Pocket itself said so far."""
+        said = [*self.world.messages(), {"role": "user", "content": self.turn.question}]
+        for step, reply in zip(self.turn.steps, self.replies, strict=False):
+            said += [reply, {"role": "tool", "content": step.result}]
+        return said
+
+    def take(self, answer: Answer) -> bool:
+        """Whether there is more to ask."""
+        step = self.turn.steps[len(self.replies)]
+        self.replies.append(answer.message())
+        if step.call is None:
+            self.right = answer.text.strip() == step.text and not answer.calls
+        else:
+            called = [call["function"] for call in answer.calls]
+            wanted = {"name": step.call.name, "arguments": step.call.arguments}
+            self.right = [{**c, "arguments": json.loads(c["arguments"])} for c in called] == [
+                wanted
+            ]
+        return self.right and len(self.replies) < len(self.turn.steps)
+
+
+class Examiner:
+    """Puts questions to an engine, many at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.renderer = ChatRenderer(engine.tokenizer)
+
+    def ask(self, questions: list[Question]) -> Iterator[Question]:
+        """Each as it is answered."""
+        for at in range(0, len(questions), AT_ONCE):
+            some = questions[at : at + AT_ONCE]
+            for question in some:
+                self._submit(question)
+            for question in some:
+                while not question.over.wait(1.0):
+                    if not self.engine.alive:
+                        raise NotReady(self.engine.detail)
+                yield question
+
+    def _submit(self, question: Question) -> None:
+        tools = question.world.schemas()
+        prompt = self.renderer.render(question.messages(), tools)
+        question.tokens = len(prompt.tokens)
+        answer = Answer(self.engine.tokenizer, prompt.tokens[prompt.generation :], tools=tools)
+        self.engine.submit(
+            Request(
+                tokens=prompt.tokens,
+                sink=_Sink(self, question, answer),
+                max_tokens=LONGEST_ANSWER,
+                boundaries=prompt.boundaries,
+                end_tokens=frozenset(self.engine.tokenizer.eos_token_ids),
+            )
+        )
+
+    def answered(self, question: Question, answer: Answer) -> None:
+        if question.take(answer):
+            self._submit(question)
+        else:
+            question.over.set()
+
+
+@dataclass
+class _Sink:
+    examiner: Examiner
+    question: Question
+    answer: Answer
+
+    def prefilled(self, done: int, total: int) -> None: ...
+
+    def token(self, choice: int, sampled: Sampled) -> bool:
+        self.answer.add(sampled.token)
+        return False
+
+    def ended(self, choice: int, reason: Finish) -> None:
+        self.answer.finish()
+
+    def done(self, report: Report) -> None:
+        self.examiner.answered(self.question, self.answer)
+
+    def failed(self, error: Exception) -> None:
+        self.question.over.set()
+
+
+def questions(tokenizer: Any, skill: str, length: int, count: int, seed: int = 0) -> list[Question]:
+    """At the end of conversations of almost `length` tokens, about what is at their beginning."""
+    draw = Draw(Random(f"{seed} {skill} {length}"), held_out=True)
+    renderer = ChatRenderer(tokenizer)
+    found: list[Question] = []
+    wanted = length * 9 // 10
+    while len(found) < count:
+        world = conversation(draw, skill, wanted, far=True)
+        question = Question(world, world.ask(skill))
+        size = len(renderer.render(question.messages(), world.schemas()).tokens)
+        if size > length - 8 * (skill == "tools"):
+            wanted = max(wanted * 95 // 100, length // 4)
+            continue
+        found.append(question)
+        more = min(PER_CONVERSATION - 1, count - len(found)) if length > 256 else 0
+        found += [Question(world, world.ask(skill)) for _ in range(more)]
+    return found
+
+
+def start(model: str) -> Engine:
+    def loaded() -> Loaded:
+        found = load(model)
+        return Loaded(found.model, found.tokenizer, PrefixCache(found.model))
+
+    engine = Engine(loaded, EngineOptions(max_batch=AT_ONCE))
+    engine.start()
+    if engine.wait() != "ready":
+        raise NotReady(engine.detail)
+    return engine
+
+
+def main(
+    model: Annotated[str, typer.Option(help="pocket, or a folder with another one.")] = "pocket",
+    questions_: Annotated[
+        int, typer.Option("--questions", min=1, help="Of each skill, at each length.")
+    ] = 50,
+    lengths: Annotated[str, typer.Option(help="Prompt tokens, separated by commas.")] = ",".join(
+        map(str, LENGTHS)
+    ),
+    seed: Annotated[int, typer.Option(help="Another one asks other questions.")] = 0,
+    wrong: Annotated[int, typer.Option(help="Show so many wrong answers of each skill.")] = 0,
+    out: Annotated[Path | None, typer.Option("--json", help="Write the figures there.")] = None,
+) -> None:
+    """Ask Pocket questions with one right answer, about names and values it never saw."""
+    try:
+        sizes = [int(length) for length in lengths.split(",")]
+    except ValueError as error:
+        raise InvalidOption(f"--lengths {lengths!r}: give numbers, such as 256,1024") from error
+    console = Console()
+    engine = start(model)
+    examiner = Examiner(engine)
+    right: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    shown: dict[str, int] = defaultdict(int)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    try:
+        with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+            task = progress.add_task("", total=len(sizes) * len(ASKED) * questions_)
+            for length in sizes:
+                for skill in ASKED:
+                    progress.update(task, description=f"{skill}, {length:,} tokens")
+                    asked = questions(engine.tokenizer, skill, length, questions_, seed)
+                    for question in examiner.ask(asked):
+                        right[skill][length] += question.right
+                        if not question.right and shown[skill] < wrong:
+                            shown[skill] += 1
+                            _show(progress.console, question)
+                        progress.advance(task)
+    except KeyboardInterrupt:
+        console.print("stopped; what was asked so far:")
+    finally:
+        engine.stop()
+    table = Table("skill", *(f"{length:,}" for length in sizes), "all", box=None)
+    for skill, by_length in right.items():
+        shares = [f"{by_length[n] / questions_:.1%}" if n in by_length else "" for n in sizes]
+        mean = sum(by_length.values()) / (questions_ * len(by_length))
+        table.add_row(skill, *shares, f"{mean:.1%}")
+    console.print(table)
+    if out is not None:
+        figures = {s: {n: c / questions_ for n, c in by.items()} for s, by in right.items()}
+        out.write_text(json.dumps({"questions": questions_, "right": figures}, indent=2) + "\n")
+
+
+def _show(console: Console, question: Question) -> None:
+    console.print(f"[dim]{question.turn.skill}:[/] {question.turn.question}", highlight=False)
+    for step, reply in zip(question.turn.steps, question.replies, strict=False):
+        console.print(f"   wanted {step.call or step.text!r}", markup=False, highlight=False)
+        console.print(f"   said   {reply}", markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except RewarmError as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,112 @@
+"""Pocket's training examples: conversations of any length, as tokens with a weight for each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from rewarm.pocket.conversations import conversation  # noqa: E402
+from rewarm.pocket.draw import Draw  # noqa: E402
+from rewarm.pocket.skills import World  # noqa: E402
+
+MODEL = ROOT / "rewarm" / "pocket" / "model"
+MIX = {
+    "lookup": 0.28,
+    "unknown": 0.15,
+    "memory": 0.15,
+    "arithmetic": 0.15,
+    "tools": 0.16,
+    "talk": 0.09,
+    "tell": 0.02,
+}
+HISTORY_WEIGHT = 0.2
+"""Of answers before the last user message, which stand there without their thinking."""
+WITHOUT_THINKING = 0.1
+IN_QUESTION = 0.07
+
+
+@dataclass(frozen=True)
+class Example:
+    tokens: np.ndarray[Any, np.dtype[np.int64]]
+    weights: np.ndarray[Any, np.dtype[np.float32]]
+
+
+class Reader:
+    """Turns conversations into tokens, and says which of them Pocket is to learn."""
+
+    def __init__(self) -> None:
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(str(MODEL))
+        self.assistant = self._ids("<|im_start|>assistant\n")
+        self.user = self._ids("<|im_start|>user\n")
+        self.end = self._ids("<|im_end|>")[0]
+        self.thinking = self._ids("<think>\n")
+        self.no_thinking = self._ids("<think>\n\n</think>\n\n")
+
+    def pieces(self) -> list[str]:
+        """The tokens that words are made of."""
+        return [
+            token for token in self.tokenizer.get_vocab() if token.isascii() and token.isalpha()
+        ]
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        return ids
+
+    def read(self, world: World, skill: str, thinks: bool, bare: bool = False) -> Example:
+        """The conversation with one more question at its end.
+
+        `bare`: there is no system prompt, its text begins the first question."""
+        messages = world.messages() + world.ask(skill).messages()
+        if bare and world.system:
+            messages[1]["content"] = f"{world.system}\n\n{messages[1]['content']}"
+            messages = messages[1:]
+        if not thinks:
+            messages = [
+                {key: value for key, value in message.items() if key != "reasoning_content"}
+                for message in messages
+            ]
+        text = self.tokenizer.apply_chat_template(messages, tools=world.schemas(), tokenize=False)
+        tokens = np.array(self._ids(text), dtype=np.int64)
+        weights = np.zeros(len(tokens), dtype=np.float32)
+        last_user = _places(tokens, self.user)[-1]
+        ends = np.flatnonzero(tokens == self.end)
+        for place in _places(tokens, self.assistant):
+            start = place + len(self.assistant)
+            for opening in (self.no_thinking, self.thinking):
+                if tokens[start : start + len(opening)].tolist() == opening:
+                    start += len(opening)
+                    break
+            stop = ends[np.searchsorted(ends, start)] + 1
+            weights[start:stop] = 1.0 if place > last_user else HISTORY_WEIGHT
+        return Example(tokens, weights)
+
+
+def _places(tokens: np.ndarray[Any, Any], wanted: list[int]) -> list[int]:
+    found = np.flatnonzero(tokens[: len(tokens) - len(wanted) + 1] == wanted[0])
+    return [int(i) for i in found if tokens[i : i + len(wanted)].tolist() == wanted]
+
+
+def examples(seed: int, length: int, shortest: int = 0) -> Iterator[Example]:
+    """Endless, never longer than `length` tokens."""
+    random = Random(seed)
+    reader = Reader()
+    draw = Draw(random, held_out=False, pieces=reader.pieces())
+    while True:
+        skill = random.choices(list(MIX), list(MIX.values()))[0]
+        wanted = random.randint(shortest, length) if random.random() < 0.7 else length
+        world = conversation(draw, skill, max(wanted, 64), far=draw.often(0.2))
+        example = reader.read(
+            world, skill, thinks=not draw.often(WITHOUT_THINKING), bare=draw.often(IN_QUESTION)
+        )
+        if len(example.tokens) <= length:
+            yield example

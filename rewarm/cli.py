@@ -16,6 +16,7 @@ from rich.logging import RichHandler
 
 import rewarm
 from rewarm.accel import blas
+from rewarm.cli_cache import cache_app
 from rewarm.errors import InvalidOption, NotReady, RewarmError
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ def demo(
 
     show(turns, reuse)
 
+
+app.add_typer(cache_app, name="cache")
 
 CACHE, MODEL = "Cache", "Model"
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx_lm
+from mlx_lm.utils import hf_repo_to_path
 from transformers import PreTrainedConfig
 
 from rewarm import accel, pocket
@@ -55,6 +56,9 @@ def load(
     if built_in:
         # Its weights are stored in half the bytes. It is small enough to be run in full ones.
         loaded[0].set_dtype(mx.float32)
+    # The disk tier tells models apart by the content of these files.
+    place = Path(model) if Path(model).is_dir() else hf_repo_to_path(str(model))
+    loaded[0].rewarm_source = str(place)
     return Loaded(loaded[0], loaded[1])
 
 

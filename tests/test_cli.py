@@ -56,7 +56,7 @@ def test_a_wrong_option_is_named() -> None:
         (("--api-key", ""), "API key is empty"),
         (("--memory", "12"), "memory='12'"),
         (("--reuse", "sometimes"), "sometimes"),
-        (("--disk", "somewhere"), "disk='somewhere'"),
+        (("--disk-size", "lots"), "disk_size='lots'"),
         (("--kv-bits", "7"), "kv_bits=7"),
         (("--kv-bits", "8", "--port", "0"), "kv_group_size=64"),
         (("--chat-template-args", "nonsense"), "nonsense"),

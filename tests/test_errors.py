@@ -61,7 +61,7 @@ def test_a_prompt_that_no_model_can_run(tokens: Any, says: str) -> None:
         ({"reuse": "maybe"}, "reuse='maybe'"),
         ({"chunk": 3}, "chunk=3"),
         ({"kv_bits": 7}, "kv_bits=7"),
-        ({"disk": "somewhere"}, "disk="),
+        ({"disk_size": "lots"}, "disk_size="),
     ],
 )
 def test_an_option_that_means_nothing(options: dict[str, Any], says: str) -> None:

@@ -7,6 +7,7 @@ equals a cold run: bit for bit in `exact`.
 
 from __future__ import annotations
 
+import tempfile
 from functools import cache as memoised
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rewarm.cache import Boundary, Lease, PrefixCache
+from rewarm.cache import Boundary, Lease, Match, PrefixCache
 
 from . import zoo
 from .conftest import SOAK
@@ -52,20 +53,22 @@ def model_of(name: str) -> Any:
 class Programs(RuleBasedStateMachine):
     name: ClassVar[str]
     reuse: ClassVar[Any]
+    examples = 12
     hits: ClassVar[int]
     expected: ClassVar[dict[tuple[bytes, tuple[int, ...]], Logits]]
 
     def __init__(self) -> None:
         super().__init__()
         self.model = model_of(self.name)
-        options = MODELS[self.name][1]
-        self.cache = PrefixCache(
-            self.model, memory="64MB", reuse=self.reuse, chunk=CHUNK, **options
-        )
+        self.cache = self.make_cache()
         self.prompts: list[Prompt] = [prompt(40, 1)]
         self.leases: list[tuple[Lease, list[Boundary]]] = []
         self.stored: dict[int, bytes] = {}
         self.alive: list[Any] = []
+
+    def make_cache(self, **options: Any) -> PrefixCache:
+        options |= MODELS[self.name][1]
+        return PrefixCache(self.model, memory="64MB", reuse=self.reuse, chunk=CHUNK, **options)
 
     def boundaries(self, tokens: Prompt) -> list[Boundary]:
         """Where messages end: after every multiple of 23, so by the tokens before alone."""
@@ -93,7 +96,7 @@ class Programs(RuleBasedStateMachine):
         boundaries = self.boundaries(tokens)
         expected = self.cache.match(tokens, boundaries=boundaries)
         lease = self.cache.acquire(tokens, boundaries=boundaries, room=4)
-        assert lease.match == expected
+        self.compare_match(lease.match, expected)
         type(self).hits += lease.position > 0
         self.leases.append((lease, boundaries))
 
@@ -150,6 +153,9 @@ class Programs(RuleBasedStateMachine):
             assert self.stored.setdefault(key, data) == data
             self.alive.append(holder)  # so that no identity is used again
 
+    def compare_match(self, got: Match, expected: Match) -> None:
+        assert got == expected
+
     def compare(self, tokens: Prompt, boundaries: list[Boundary], got: Logits) -> None:
         key = (tokens.tobytes(), tuple(b.position for b in boundaries))
         if key not in self.expected:
@@ -168,16 +174,79 @@ class Programs(RuleBasedStateMachine):
         assert self.cache.stats().leases == 0
 
 
+class ProgramsOnDisk(Programs):
+    """The same with a disk tier, and with restarts."""
+
+    from_disk: ClassVar[int]
+    examples = 6
+
+    def make_cache(self, **options: Any) -> PrefixCache:
+        if not hasattr(self, "folder"):
+            self.folder = tempfile.TemporaryDirectory()
+        return super().make_cache(disk=self.folder.name, disk_size="64MB")
+
+    def compare_match(self, got: Match, expected: Match) -> None:
+        # What is on disk may not fit into memory.
+        assert got.resume <= expected.resume
+        type(self).from_disk += got.tier == "disk"
+
+    @rule()
+    def flush(self) -> None:
+        self.cache.flush()
+
+    @rule(clean=st.booleans())
+    def restart(self, clean: bool) -> None:
+        for lease, _ in self.leases:
+            lease.release()
+        self.leases.clear()
+        disk = self.cache.disk
+        assert disk is not None
+        if clean:
+            self.cache.close()
+        else:
+            disk.writer.clear()  # what was not written yet is lost
+            disk.close()
+        self.cache = self.make_cache()
+
+    def teardown(self) -> None:
+        super().teardown()
+        disk = self.cache.disk
+        assert disk is not None
+        self.cache.flush()
+        assert not disk.writer.paused
+        assert disk.store.verify().clean
+        self.cache.close()
+        self.folder.cleanup()
+
+
 @pytest.mark.parametrize("reuse", ["fast", "exact"])
 @pytest.mark.parametrize("name", MODELS)
 def test_random_programs_compute_what_a_cold_run_computes(name: str, reuse: str) -> None:
     machine = type(
         "Machine", (Programs,), {"name": name, "reuse": reuse, "hits": 0, "expected": {}}
     )
+    run_programs(machine)
+    assert machine.hits >= 5
+
+
+@pytest.mark.parametrize("reuse", ["fast", "exact"])
+@pytest.mark.parametrize("name", MODELS)
+def test_random_programs_with_restarts_do_so_too(name: str, reuse: str) -> None:
+    machine = type(
+        "Machine",
+        (ProgramsOnDisk,),
+        {"name": name, "reuse": reuse, "hits": 0, "from_disk": 0, "expected": {}},
+    )
+    run_programs(machine)
+    assert machine.hits >= 3
+    assert machine.from_disk >= 1
+
+
+def run_programs(machine: type[Programs]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=500 if SOAK else 12,
+            max_examples=500 if SOAK else machine.examples,
             stateful_step_count=40,
             deadline=None,
             derandomize=not SOAK,
@@ -186,4 +255,3 @@ def test_random_programs_compute_what_a_cold_run_computes(name: str, reuse: str)
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert machine.hits >= 5

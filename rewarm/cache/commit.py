@@ -12,7 +12,7 @@ from .lease import Lease
 from .memory import MemoryTier
 from .placement import WEIGHTS, Kind
 from .retention import Evictor
-from .tree import NODE_BYTES, WIDTH, Checkpoint, Origin, Tree, agreement
+from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Origin, Tree, agreement
 
 SPARE_BUFFERS = 4
 """Reserved where the number is known only afterwards: a state takes one for each dtype."""
@@ -26,6 +26,8 @@ class Committer:
     memory: MemoryTier
     evictor: Evictor
     trees: Collection[Tree]
+    on_change: Callable[[Tree, Node], None] = lambda tree, node: None
+    """Told of a node that is new, or has something new."""
 
     def commit(self, lease: Lease, stop: int, origin: Origin, kind: Kind | None, now: int) -> None:
         if not stop:
@@ -79,6 +81,7 @@ class Committer:
         )
         if node.checkpoint is not None:
             lease.pin.hold(node.checkpoint)
+        self.on_change(lease.tree, node)
 
     def _grow(self, lease: Lease, stop: int, origin: Origin, now: int) -> None:
         """Add a leaf for the tokens from `lease.stored` to `stop`, or the part that fits."""
@@ -112,6 +115,7 @@ class Committer:
         node = lease.tree.add(lease.pin.node, lease.data[start * WIDTH : stop * WIDTH], origin)
         node.rows, node.window, node.last_used, node.warm = rows, window, now, lease.warm
         self.memory.count(node)
+        self.on_change(lease.tree, node)
         lease.pin.down(node)
         lease.stored = stop
         if layout.has_state and self._is_last_that_fits(lease, cost(stop - start)[0]):
@@ -153,6 +157,7 @@ class Committer:
             if self._make_room(lease, packing.nbytes(tokens), packing.buffers(tokens), now):
                 window = self.layout.pack("window", lease.caches, first, node.end)
                 self.memory.put_window(node, window)
+                self.on_change(lease.tree, node)
 
     def _split(self, lease: Lease, at: int, now: int) -> bool:
         """Split the lease's deepest node; the lease then holds the upper half."""

@@ -29,7 +29,7 @@ class Match:
     resume: int = 0
     reason: Reason | None = None
     """Why it was not more; None where everything but the last token is reused."""
-    tier: Literal["memory"] | None = None
+    tier: Literal["memory", "disk"] | None = None
 
     @property
     def replay(self) -> int:

@@ -203,7 +203,7 @@ class Unpacked:
         return joined
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """Where an array of a state lies in the packed one of its dtype."""
 
     group: int
@@ -236,7 +236,7 @@ class PackedState:
                 start = filled.get(item.dtype, 0)
                 parts.setdefault(item.dtype, []).append(item.reshape(-1))
                 filled[item.dtype] = start + item.size
-                return _Slot(list(parts).index(item.dtype), start, tuple(item.shape))
+                return Slot(list(parts).index(item.dtype), start, tuple(item.shape))
             if isinstance(item, dict):
                 return {key: place(part) for key, part in item.items()}
             if type(item) in (list, tuple):
@@ -254,7 +254,7 @@ class PackedState:
         """The value again. Its arrays are new handles: assigning into them changes nothing here."""
 
         def take(item: Any) -> Any:
-            if isinstance(item, _Slot):
+            if isinstance(item, Slot):
                 size = 1
                 for n in item.shape:
                     size *= n

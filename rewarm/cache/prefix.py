@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -16,8 +17,11 @@ import numpy.typing as npt
 
 from rewarm.errors import CacheClosed, InvalidOption, ModelMismatch
 
+from .below import Below, Promoter
 from .commit import Committer
 from .cuts import APART, chunks, grid
+from .disk.opening import open_tier
+from .disk.tier import DiskTier
 from .find import Found, find, restore
 from .layout import Layout
 from .lease import Cut, Lease, Match, Pin
@@ -111,7 +115,25 @@ class PrefixCache:
             reach=self.layout.longest_window,
             stateful=self.layout.has_state,
         )
-        self._committer = Committer(self.layout, self.memory, self._evictor, self._trees.values())
+        trees = self._trees.values()
+        self._committer = Committer(self.layout, self.memory, self._evictor, trees)
+        self.disk: DiskTier | None = None
+        self._below: Below | None = None
+        if disk is not None and self.layout.reusable:
+            self.disk = open_tier(
+                Path(disk),
+                parse_size(disk_size, "disk_size"),
+                self.layout,
+                self._evictor.policy,
+                model=model,
+                adapter=adapter,
+                grid=f"exact {self.chunk}" if reuse == "exact" else "fast",
+            )
+        if self.disk is not None:
+            promoter = Promoter(self.layout, self.memory, self._evictor, trees)
+            self._below = Below(self.disk, promoter, self._trees)
+            self._evictor.on_evict = self._below.let_down
+            self._committer.on_change = self.disk.changed
         self._pins: set[Pin] = set()
         self._dropped: deque[Pin] = deque()
         self._lock = threading.RLock()
@@ -132,8 +154,6 @@ class PrefixCache:
         """Raise for values that mean nothing, before a model is loaded for them."""
         if reuse not in ("fast", "exact"):
             raise InvalidOption(f'reuse={reuse!r} is unknown: give "fast" or "exact"')
-        if disk is not None:
-            raise InvalidOption(f"disk={disk!r}: this version has no disk tier yet; leave it out")
         if chunk is not None and chunk < APART:
             raise InvalidOption(f"chunk={chunk!r} is too short: give {APART} or more tokens")
         check_kv(kv_bits, kv_group_size)
@@ -150,8 +170,15 @@ class PrefixCache:
         """How much of a prompt could be reused now. Changes nothing."""
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
-            tree = self._trees.get(self._namespace.salted(salt)) or self._new_tree()
-            return self._find(tree, prompt, self._grid(prompt, boundaries)).match
+            namespace = self._namespace.salted(salt)
+            tree = self._trees.get(namespace) or self._new_tree()
+            cuts = self._grid(prompt, boundaries)
+            match = self._find(tree, prompt, cuts).match
+            below = self._below.find(namespace, tree, prompt, cuts) if self._below else None
+            if below is None or below.at <= match.resume:
+                return match
+            shared = max(match.shared, below.match.shared)
+            return replace(below.match, shared=shared, tier="disk")
 
     def acquire(
         self,
@@ -179,6 +206,7 @@ class PrefixCache:
             own_cuts = self._grid(prompt, boundaries)
             found = self._find(tree, prompt, own_cuts)
             matched = time.perf_counter()
+            found = self._promoted(found, self._namespace.salted(salt), tree, prompt, own_cuts)
             found, caches = self._restored(found, tree, prompt, own_cuts, room)
             restored = time.perf_counter()
             shape = Shape(len(prompt) - 1, found.at, found.junction, boundaries, marks)
@@ -260,7 +288,8 @@ class PrefixCache:
                         "window": held.window,
                         "checkpoint": held.checkpoint,
                         "index": held.index,
-                    }
+                    },
+                    **({"disk": {"files": self.disk.store.bytes()}} if self.disk else {}),
                 },
                 buffers=held.buffers,
                 hits=self._hits,
@@ -280,20 +309,41 @@ class PrefixCache:
         with self._entered():
             verify(list(self._trees.values()), self.memory, self._pins, self.layout)
 
-    def flush(self) -> None:
-        """Make what is held outlive this process. There is no disk tier yet: nothing to do."""
-        with self._entered():
-            pass
+    def flush(self, *, wait: bool = True, durable: bool = False) -> None:
+        """Make what is held outlive this process; returns when it does.
+
+        Without `wait` it is only given to the writer. `durable`: only what is sure to be asked for
+        again, such as system prompts and users' turns."""
+        while True:
+            with self._entered():
+                disk = self.disk
+                done = disk is None or disk.keep_fresh(self._trees, durable)
+                if disk is not None and done:
+                    disk.touch()
+            if disk is None or not wait:
+                return
+            disk.wait()
+            if done or disk.writer.paused:
+                return
 
     def clear(self) -> None:
-        """Forget everything. Running requests go on, and store nothing more."""
+        """Forget everything, on disk too. Running requests go on, and store nothing more."""
         with self._entered():
             self._forget()
+            if self.disk is not None:
+                self.disk.forget()
 
     def close(self) -> None:
+        """What the disk tier has is there for the next process."""
+        with self._lock:
+            if self._closed:
+                return
+        self.flush()
         with self._lock:
             self._closed = True
             self._forget()
+            if self.disk is not None:
+                self.disk.close()
 
     def check_model(self, model: Any) -> None:
         """Raise unless the cache was made for this model."""
@@ -324,6 +374,19 @@ class PrefixCache:
                     cold = replace(found.match, resume=0, reason="failed", tier=None)
                     found = replace(found, match=cold, node=tree.root)
         return found, self.blank()
+
+    def _promoted(
+        self, found: Found, namespace: Namespace, tree: Tree, prompt: Tokens, cuts: list[int]
+    ) -> Found:
+        """The match once memory has what only the disk had."""
+        if self._below is None or not self._below.bring_up(
+            found, namespace, tree, prompt, cuts, self._clock
+        ):
+            return found
+        again = self._find(tree, prompt, cuts)
+        if again.at <= found.at:
+            return again
+        return replace(again, match=replace(again.match, tier="disk"))
 
     def _discard(self, tree: Tree, node: Node) -> bool:
         """Remove a node and all below it, unless somebody holds it."""

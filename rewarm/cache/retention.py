@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -73,6 +73,8 @@ class Evictor:
     """Tokens before a checkpoint whose window rows it needs."""
     stateful: bool = False
     """Whether the model resumes at checkpoints only."""
+    on_evict: Callable[[Item], None] | None = None
+    """Told of an item that is about to go, with all it holds."""
     evictions: int = 0
 
     def make_room(
@@ -201,9 +203,11 @@ class Evictor:
         node = item.node
         if node.parent is None:
             return False
+        if item.what == "leaf" and node.children:
+            return False
+        if self.on_evict is not None:
+            self.on_evict(item)
         if item.what == "leaf":
-            if node.children:
-                return False
             self.memory.count(node, -1)
             item.tree.remove(node)
         elif item.what == "checkpoint":

@@ -39,6 +39,10 @@ State = Literal["loading", "ready", "failing", "stopped"]
 FAILURES = 3
 """Turns in a row that may fail before waiting requests are turned away too."""
 
+QUIET = (1.0, 10.0)
+"""Seconds without work after which the durable part of the cache, and then all of it, goes to
+disk."""
+
 
 class Loaded(NamedTuple):
     """What an engine runs."""
@@ -289,15 +293,21 @@ class Engine:
 
     def _wait_for_work(self) -> bool:
         """Blocks while there is nothing to do; false once it is time to go."""
-        with self._wake:
-            while True:
-                if self._inbox or self._cancelled or self._loop.has_requests:
-                    return True
-                if self._stopping:
-                    return False
-                if self._loop.has_work:
-                    return True
-                self._wake.wait()
+        cache = self._ready().cache
+        for quiet in (*QUIET, None):
+            with self._wake:
+                if self._wake.wait_for(self._wanted, quiet):
+                    break
+            # A crash now would lose what was never written. First what is sure to be asked again:
+            # the rest of a chat that goes on would soon be written anew.
+            cache.flush(wait=False, durable=quiet == QUIET[0])
+        return self._has_requests() or not self._stopping
+
+    def _wanted(self) -> bool:
+        return self._has_requests() or self._stopping or self._loop.has_work
+
+    def _has_requests(self) -> bool:
+        return bool(self._inbox or self._cancelled or self._loop.has_requests)
 
     def _hand_over(self) -> None:
         """What other threads left here since the last turn."""

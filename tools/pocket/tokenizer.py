@@ -4,7 +4,7 @@
 
 Words, digits and spaces are apart, so that a name has the same tokens wherever it stands: after a
 newline in a table, inside a question, in quotation marks. No piece reaches across one of Qwen's
-own, which transformers puts in their place where a config says `qwen3_5`: the tokens are the same."""
+own, which transformers puts in their place where a config says `qwen3_5`: same tokens."""
 
 from __future__ import annotations
 

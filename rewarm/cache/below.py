@@ -1,0 +1,171 @@
+"""Between memory and the tier below: what is found there is brought up, what goes is let down.
+
+An error below costs a miss, never an answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from .disk.tier import DiskTier, Loaded
+from .find import Found
+from .layout import Layout
+from .lease import Pin
+from .memory import MemoryTier
+from .model import Namespace
+from .payload import Rows
+from .retention import Evictor, Item
+from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Tokens, Tree, encode
+
+log = logging.getLogger("rewarm")
+
+SPARE_BUFFERS = 4
+
+
+@dataclass
+class Promoter:
+    """Puts what was loaded into the memory tree."""
+
+    layout: Layout
+    memory: MemoryTier
+    evictor: Evictor
+    trees: Collection[Tree]
+
+    def promote(
+        self, tree: Tree, data: bytes, cuts: list[int], loaded: Iterable[Loaded], now: int
+    ) -> None:
+        """Add to the path of `data`, which ends where the disk's match does. What does not fit is
+        left out, and what follows it."""
+        walk = tree.walk(data, cuts)
+        pin = Pin(tree, walk.node)
+        pin.take()
+        try:
+            known = walk.shared if tree.splits else walk.node.end
+            if known < walk.node.end and not self._split(pin, known, now):
+                return
+            for part in loaded:
+                if part.node.end > known and known * WIDTH < len(data):
+                    if not self._grow(pin, max(part.node.start, known), part, now):
+                        return
+                    known = part.node.end
+                elif part.window is not None:
+                    self._fill_windows(pin, part.window, now)
+                if part.node.checkpoint is not None and known == part.node.end:
+                    self._checkpoint(pin.node, part, now)
+        finally:
+            pin.drop()
+
+    def _split(self, pin: Pin, at: int, now: int) -> bool:
+        node = pin.node
+        if not self.evictor.make_room(self.trees, NODE_BYTES, SPARE_BUFFERS, now):
+            return False
+        self.memory.count(node, -1)
+        try:
+            self.memory.count(pin.tree.split(node, at))
+        finally:
+            self.memory.count(node)
+        pin.up_to(at)
+        return True
+
+    def _grow(self, pin: Pin, start: int, part: Loaded, now: int) -> bool:
+        rows = _from(part.rows, start)
+        window = _from(part.window, start)
+        if self.layout.has_rows and rows is None:
+            return False
+        held = [p for p in (rows, window) if p is not None]
+        key = part.node.key[(start - part.node.start) * WIDTH :]
+        nbytes = NODE_BYTES + len(key) + sum(p.nbytes for p in held)
+        if not self.evictor.make_room(self.trees, nbytes, sum(p.buffers for p in held), now):
+            return False
+        node = pin.tree.add(pin.node, key, part.node.origin)
+        node.rows, node.window, node.last_used, node.hits = rows, window, now, part.node.hits
+        self.memory.count(node)
+        pin.down(node)
+        return True
+
+    def _fill_windows(self, pin: Pin, window: Rows, now: int) -> None:
+        """Give nodes that memory has the window rows that it let go of."""
+        for node in pin.node.path():
+            has = node.window.start if node.window is not None else node.end
+            first = max(node.start, window.start)
+            if not (first < has and window.stop >= node.end and node.start < window.stop):
+                continue
+            found = _from(window, first)
+            if found is not None and found.stop > node.end:
+                found = found.split(node.end)[0]
+            if found is None:
+                continue
+            if self.evictor.make_room(self.trees, found.nbytes, found.buffers, now):
+                self.memory.put_window(node, found)
+
+    def _checkpoint(self, node: Node, part: Loaded, now: int) -> None:
+        kept = part.node.checkpoint
+        if node.end != part.node.end or node.checkpoint is not None or kept is None:
+            return
+        if self.layout.has_state and part.state is None:
+            return
+        state = part.state
+        if state is not None and not self.evictor.make_room(
+            self.trees, state.nbytes, state.buffers, now
+        ):
+            return
+        self.memory.put_checkpoint(
+            node, Checkpoint(kept.kind, state, now, hits=kept.hits, hint=kept.hint)
+        )
+
+
+@dataclass
+class Below:
+    disk: DiskTier
+    promoter: Promoter
+    trees: Mapping[Namespace, Tree]
+
+    def find(
+        self, namespace: Namespace, tree: Tree, prompt: Tokens, cuts: list[int]
+    ) -> Found | None:
+        """What the disk tier could give."""
+        try:
+            return self.disk.find(namespace, not tree.splits, encode(prompt), len(prompt), cuts)
+        except Exception:
+            log.exception("the disk tier could not be asked; it is left alone")
+            return None
+
+    def bring_up(
+        self,
+        found: Found,
+        namespace: Namespace,
+        tree: Tree,
+        prompt: Tokens,
+        cuts: list[int],
+        now: int,
+    ) -> bool:
+        """Load what reaches further than memory's match, if anything does."""
+        below = self.find(namespace, tree, prompt, cuts)
+        if below is None or below.at <= found.at:
+            return False
+        data = encode(prompt[: below.at])
+        inside = [cut for cut in cuts if cut <= below.at]
+        known = tree.walk(data, inside)
+        try:
+            have = known.shared if tree.splits else known.node.end
+            loaded = self.disk.load(namespace, below, have)
+            self.promoter.promote(tree, data, inside, loaded, now)
+        except Exception:
+            log.exception("a prefix could not be loaded from disk; it is computed again")
+        return True
+
+    def let_down(self, item: Item) -> None:
+        """Memory is about to let go of something: the disk may keep it."""
+        try:
+            for namespace, tree in self.trees.items():
+                if tree is item.tree:
+                    self.disk.demote(namespace, item)
+        except Exception:
+            log.exception("something evicted could not be kept on disk")
+
+
+def _from(rows: Rows | None, start: int) -> Rows | None:
+    if rows is None or rows.start >= start:
+        return rows
+    return rows.split(start)[1]

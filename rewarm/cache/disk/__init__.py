@@ -1,0 +1,1 @@
+"""The disk tier: what the tree holds, kept across restarts."""

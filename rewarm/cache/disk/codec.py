@@ -1,0 +1,96 @@
+"""Payloads as named numpy arrays and a description of them in JSON, and back.
+
+What comes back is checked by whoever uses it: a form that does not fit the model is a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ..payload import PackedState, Packing, Rows, RowShape, Segment, Slot
+
+Arrays = dict[str, npt.NDArray[Any]]
+Meta = dict[str, Any]
+
+WHOLE = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+PLAIN = ("bool_", "complex64", "float16", "float32", "float64", *WHOLE)
+DTYPES: dict[str, mx.Dtype] = {name.rstrip("_"): getattr(mx, name) for name in (*PLAIN, "bfloat16")}
+NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
+
+
+def pack_rows(rows: Rows) -> tuple[Arrays, Meta]:
+    arrays: Arrays = {}
+    for i, segment in enumerate(rows.segments):
+        for j, array in enumerate(segment.arrays):
+            arrays[f"{i}.{j}"] = _to_numpy(array)
+    packing = rows.packing
+    return arrays, {
+        "shapes": [[s.heads, s.width, NAMES[str(s.dtype)]] for s in packing.shapes],
+        "counts": list(packing.counts),
+        "segments": [[s.start, s.stop] for s in rows.segments],
+        "dtypes": [NAMES[str(a.dtype)] for a in rows.segments[0].arrays],
+    }
+
+
+def unpack_rows(arrays: Mapping[str, npt.NDArray[Any]], meta: Meta) -> Rows:
+    shapes = tuple(RowShape(h, w, DTYPES[name]) for h, w, name in meta["shapes"])
+    dtypes = meta["dtypes"]
+    segments = tuple(
+        Segment(
+            start,
+            stop,
+            tuple(_to_mlx(arrays[f"{i}.{j}"], dtype) for j, dtype in enumerate(dtypes)),
+        )
+        for i, (start, stop) in enumerate(meta["segments"])
+    )
+    mx.eval([s.arrays for s in segments])
+    return Rows(Packing(shapes, tuple(meta["counts"])), segments)
+
+
+def pack_state(state: PackedState) -> tuple[Arrays, Meta]:
+    arrays = {str(i): _to_numpy(array) for i, array in enumerate(state.arrays)}
+    dtypes = [NAMES[str(a.dtype)] for a in state.arrays]
+    return arrays, {"skeleton": _described(state.skeleton), "dtypes": dtypes}
+
+
+def unpack_state(arrays: Mapping[str, npt.NDArray[Any]], meta: Meta) -> PackedState:
+    found = tuple(_to_mlx(arrays[str(i)], dtype) for i, dtype in enumerate(meta["dtypes"]))
+    mx.eval(found)
+    return PackedState(_restored(meta["skeleton"]), found)
+
+
+def _to_numpy(array: mx.array) -> npt.NDArray[Any]:
+    if array.dtype == mx.bfloat16:  # numpy has no such numbers
+        array = array.view(mx.uint16)
+    return np.asarray(array)
+
+
+def _to_mlx(array: npt.NDArray[Any], dtype: str) -> mx.array:
+    found = mx.array(array)
+    return found.view(mx.bfloat16) if dtype == "bfloat16" else found
+
+
+def _described(item: Any) -> Any:
+    """JSON has no tuples and no keys but texts, so every container says what it is."""
+    if isinstance(item, Slot):
+        return ["slot", item.group, item.start, list(item.shape)]
+    if isinstance(item, dict):
+        return ["dict", [[_described(k), _described(v)] for k, v in item.items()]]
+    if isinstance(item, (list, tuple)):
+        return [type(item).__name__, [_described(part) for part in item]]
+    return item
+
+
+def _restored(item: Any) -> Any:
+    if not isinstance(item, list):
+        return item
+    if item[0] == "slot":
+        return Slot(item[1], item[2], tuple(item[3]))
+    if item[0] == "dict":
+        return {_restored(key): _restored(value) for key, value in item[1]}
+    parts = [_restored(part) for part in item[1]]
+    return tuple(parts) if item[0] == "tuple" else parts

@@ -1,0 +1,330 @@
+"""Payload files: safetensors, written whole or not at all, and read back checked.
+
+A file's name is random and says nothing. Its checksum is the index's to keep: a file that does not
+match it is damaged, whatever it looks like.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+log = logging.getLogger("rewarm")
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+DTYPES = {
+    "BOOL": np.dtype("?"),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "F16": np.dtype("<f2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "F32": np.dtype("<f4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F64": np.dtype("<f8"),
+    "C64": np.dtype("<c8"),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+SUFFIX, TEMPORARY = ".safetensors", ".tmp"
+OURS = re.compile(r"[0-9a-f]{32}\.(safetensors|tmp)")
+ALIGNED = 64
+"""Where the data begins, so that arrays are aligned for every dtype."""
+BLOCK = 1 << 20
+"""Bytes that are checked while they are still in the processor's cache."""
+QUARANTINE_SHARE = 8
+"""The quarantine keeps at most this part of the store's limit; the oldest goes first."""
+
+
+class Damaged(Exception):
+    """A file, or a row of the index, that is not what was written."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is complete and synced."""
+
+    name: str
+    nbytes: int
+    checksum: bytes
+
+
+def new_name() -> str:
+    return secrets.token_hex(16)
+
+
+def make_folder(path: Path) -> None:
+    """For nobody but us, whatever the umask; there after a crash, too."""
+    try:
+        path.mkdir(mode=0o700)
+        path.chmod(0o700)
+        sync_folder(path.parent)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+
+
+def sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def encode(arrays: Arrays) -> list[memoryview]:
+    """The parts of a safetensors file, in order; no array is copied that is contiguous."""
+    header: dict[str, Any] = {"__metadata__": {"format": "rewarm"}}
+    places: dict[str, tuple[int, int]] = {}
+    plain: Arrays = {}
+    for name, array in arrays.items():
+        dtype = array.dtype.newbyteorder("<")
+        if name == "__metadata__" or dtype not in NAMES:
+            raise TypeError(
+                f"the array {name!r} of {array.dtype} has no place in a safetensors file"
+            )
+        plain[name] = np.ascontiguousarray(array, dtype)
+    # The widest first: every array begins at a multiple of its width, and there are no gaps.
+    order = sorted(plain, key=lambda name: -plain[name].itemsize)
+    at = 0
+    for name in order:
+        places[name] = (at, at + plain[name].nbytes)
+        at += plain[name].nbytes
+    for name, array in arrays.items():
+        header[name] = {
+            "dtype": NAMES[plain[name].dtype],
+            "shape": list(array.shape),
+            "data_offsets": list(places[name]),
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNED)
+    parts = [memoryview(len(text).to_bytes(8, "little") + text)]
+    parts += [plain[n].reshape(-1).view(np.uint8).data for n in order if plain[n].nbytes]
+    return parts
+
+
+def decode(data: npt.NDArray[np.uint8]) -> Arrays:
+    """Views of the file's bytes. The bytes were checked, so what is wrong here was written so."""
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8 : 8 + length].tobytes())
+    begin, arrays = 8 + length, {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, (start, stop) = DTYPES[entry["dtype"]], entry["data_offsets"]
+        shape = entry["shape"]
+        if not 0 <= start <= stop <= len(data) - begin:
+            raise ValueError(f"the array {name!r} lies outside of the file")
+        if math.prod(shape) * dtype.itemsize != stop - start:
+            raise ValueError(f"the array {name!r} has another size than its shape")
+        arrays[name] = data[begin + start : begin + stop].view(dtype).reshape(shape)
+    return arrays
+
+
+def write(folder: Path, name: str, parts: Sequence[memoryview]) -> Written:
+    """Complete and synced under its name, or not there at all."""
+    path = Path(place(folder, name))
+    temporary = path.with_suffix(TEMPORARY)
+    make_folder(path.parent)
+    checksum, nbytes = xxhash.xxh3_128(), 0
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.fchmod(fd, 0o600)
+            for part in parts:
+                for at in range(0, len(part), BLOCK):
+                    block = part[at : at + BLOCK]
+                    checksum.update(block)
+                    nbytes += len(block)
+                    while block:
+                        block = block[os.write(fd, block) :]
+            # On macOS this leaves the drive's cache to the commit of the index, which flushes it.
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+        sync_folder(path.parent)
+    except BaseException:
+        for leftover in (temporary, path):
+            with suppress(OSError):
+                leftover.unlink()
+        raise
+    return Written(name, nbytes, checksum.digest())
+
+
+def read(folder: Path, written: Written) -> Arrays:
+    data = np.empty(written.nbytes, np.uint8)
+    _check(folder, written, data)
+    try:
+        return decode(data)
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"its header cannot be read ({error})") from error
+
+
+def check(folder: Path, written: Written) -> None:
+    """As `read`, but holds no more than a block of it in memory."""
+    _check(folder, written, None)
+
+
+def _check(folder: Path, written: Written, data: npt.NDArray[np.uint8] | None) -> None:
+    fd = os.open(place(folder, written.name), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        if size != written.nbytes:
+            raise Damaged(f"it has {size:,} bytes instead of {written.nbytes:,}")
+        view = (np.empty(min(BLOCK, size), np.uint8) if data is None else data).data
+        checksum, at = xxhash.xxh3_128(), 0
+        while at < size:
+            block = view[:BLOCK] if data is None else view[at : at + BLOCK]
+            n = os.readv(fd, [block])
+            if n == 0:
+                raise Damaged(f"it ends after {at:,} of {size:,} bytes")
+            checksum.update(block[:n])
+            at += n
+    finally:
+        os.close(fd)
+    if checksum.digest() != written.checksum:
+        raise Damaged("its checksum is another")
+
+
+def place(folder: Path, name: str) -> str:
+    return f"{folder}/{name[:2]}/{name}{SUFFIX}"
+
+
+def remove(folder: Path, name: str) -> None:
+    """What cannot be removed now is an orphan, and removed after the next start."""
+    try:
+        os.unlink(place(folder, name))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("the file of a payload that is gone stays for now: %s", error)
+
+
+def shards(folder: Path) -> Iterator[list[Path]]:
+    """The files of each sub-folder, temporary ones too; nothing that is not ours."""
+    for shard in (folder / f"{n:02x}" for n in range(256)):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            yield [shard / name for name in os.listdir(shard) if OURS.fullmatch(name)]
+
+
+def size_of(path: Path | str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+class Quarantine:
+    """Where damaged files go, for people to look at: never read again, and never much."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder = folder
+        self.limit = limit // QUARANTINE_SHARE
+        make_folder(folder)
+        self.nbytes = sum(size_of(path) for path in folder.iterdir())
+
+    def take(self, *paths: Path) -> str:
+        """Move files here; returns what was done with them."""
+        with suppress(OSError):
+            make_folder(self.folder)
+        stamp = f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
+        done = "there is nothing left of it"
+        for path in paths:
+            try:
+                os.rename(path, self.folder / f"{stamp}-{path.name}")
+                done = f"moved to {self.folder.name}/"
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                done = (
+                    f"it cannot be moved to {self.folder.name}/ ({os.strerror(error.errno or 0)})"
+                )
+                with suppress(OSError):
+                    path.unlink()
+                    done = "removed"
+        self._shrink(self.limit)
+        return done
+
+    def clear(self) -> None:
+        self._shrink(-1)
+
+    def _shrink(self, limit: int) -> None:
+        try:
+            files = sorted(self.folder.iterdir())
+        except OSError:
+            files = []
+        sizes = [size_of(path) for path in files]
+        self.nbytes = sum(sizes)
+        for path, size in zip(files, sizes, strict=True):
+            if self.nbytes <= limit:
+                break
+            with suppress(OSError):
+                path.unlink()
+                self.nbytes -= size
+
+
+def is_damage(error: OSError) -> bool:
+    """A bad block is damage; too many open files, or a folder that went away, is not."""
+    return error.errno in (errno.ENOENT, errno.EIO, errno.EISDIR)
+
+
+class Held(Exception):
+    """A folder that another process has."""
+
+
+class FolderLock:
+    """Ours from here to `release`, or to the end of the process, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Held(self._holder(os.pread(fd, 1024, 0))) from None
+            os.fchmod(fd, 0o600)
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps(holder).encode(), 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd: int | None = fd
+
+    @staticmethod
+    def _holder(text: bytes) -> str:
+        try:
+            holder = json.loads(text)
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
+            return f"process {holder['pid']} on {holder['host']} since {since}"
+        except (ValueError, KeyError, TypeError):
+            return "another process"  # it has not written its name yet
+
+    def release(self) -> None:
+        if self._fd is not None:
+            # A forked child has this descriptor as well: closing ours alone would not unlock.
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            os.close(self._fd)
+            self._fd = None

@@ -1,0 +1,441 @@
+"""The index: which nodes there are and which file holds what, in SQLite.
+
+SQLite tells a torn page from a whole one only by luck, so every row carries a seal over all its
+columns. A row whose seal is broken is not there.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import marshal
+import os
+import sqlite3
+from collections.abc import Container, Iterable, Iterator, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from .files import Damaged, Written, size_of, sync_folder
+
+FORMAT = 1
+"""The version of files and index. A store of another one is set aside."""
+APPLICATION = 0x5265776D
+LARGEST_ID = 1 << 53
+"""Larger numbers in an index are damage: they must not push new ones out of range."""
+PAGE = 8192
+"""Keys are a few kilobytes long."""
+PAGES_WORTH_FREEING = 128
+LOG_PAGES = 256
+"""How long the log grows before it is moved into the index."""
+
+BUSY, LOCKED, NOMEM, IOERR, FULL, CANTOPEN = 5, 6, 7, 10, 13, 14
+SHORT_READ = 522
+NOT_DAMAGE = {BUSY, LOCKED, NOMEM, IOERR, FULL, CANTOPEN}
+"""What SQLite says where the machine is at fault, not the database."""
+
+SANE = f"nbytes BETWEEN 0 AND {LARGEST_ID}"
+TABLES = ("namespace", "payload", "node")
+SPACE = "id, digest, about, used"
+PAYLOAD = "namespace, id, name, nbytes, checksum, meta"
+NODE = 'namespace, id, parent, start, key, origin, kind, hits, used, hint, "rows", "window", state'
+
+SCHEMA = (
+    "CREATE TABLE namespace (id INTEGER PRIMARY KEY, digest TEXT NOT NULL UNIQUE,"
+    " about TEXT NOT NULL, used REAL NOT NULL, seal BLOB NOT NULL)",
+    "CREATE TABLE payload (id INTEGER PRIMARY KEY, namespace INTEGER NOT NULL,"
+    " name TEXT NOT NULL UNIQUE, nbytes INTEGER NOT NULL, checksum BLOB NOT NULL,"
+    " seal BLOB NOT NULL, meta TEXT NOT NULL)",
+    # The key comes last: it may be long, and most questions are about what is before it.
+    "CREATE TABLE node (id INTEGER PRIMARY KEY, namespace INTEGER NOT NULL, parent INTEGER,"
+    " start INTEGER NOT NULL, origin TEXT NOT NULL, kind TEXT, hits INTEGER NOT NULL,"
+    ' used REAL NOT NULL, hint REAL NOT NULL, "rows" INTEGER, "window" INTEGER, state INTEGER,'
+    " seal BLOB NOT NULL, key BLOB NOT NULL)",
+    "CREATE INDEX payload_namespace ON payload (namespace)",
+    "CREATE INDEX node_namespace ON node (namespace)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPayload:
+    """One file."""
+
+    id: int
+    nbytes: int
+    meta: dict[str, Any]
+
+
+@dataclass(slots=True)
+class StoredNode:
+    """One row of the index."""
+
+    id: int
+    parent: int | None
+    """None: a child of the root."""
+    start: int
+    key: bytes
+    """The span's tokens, little-endian int32."""
+    origin: str
+    kind: str | None
+    """Of its checkpoint; None: it has none."""
+    hits: int
+    used: float
+    """`time.time()` of the last use."""
+    hint: float
+    rows: int | None
+    """A payload, as are `window` and `state`. Where rows hold everything, `state` is None."""
+    window: int | None
+    state: int | None
+
+
+@dataclass(frozen=True)
+class NamespaceInfo:
+    id: int
+    digest: str
+    about: dict[str, Any]
+    nodes: int
+    payloads: int
+    bytes: int
+    used: float
+
+
+@dataclass
+class Loaded:
+    """The intact part of a namespace, parents before children, and what is not part of it."""
+
+    nodes: list[StoredNode] = field(default_factory=list)
+    payloads: dict[int, StoredPayload] = field(default_factory=dict)
+    lost: list[int] = field(default_factory=list)
+    """Nodes that are damaged, lack a payload, or hang on a node that does."""
+    damaged: list[int] = field(default_factory=list)
+    """Payloads whose row is."""
+    unused: list[int] = field(default_factory=list)
+    """Payloads of no node that is left."""
+
+
+@dataclass(frozen=True)
+class PayloadRow:
+    id: int
+    namespace: int
+    written: Written
+    meta: str
+    intact: bool = True
+    """Whether its seal is whole."""
+
+
+def seal(values: tuple[Any, ...]) -> bytes:
+    # Marshal's version 2 is plain: the same values are the same bytes, whatever Python writes them.
+    return xxhash.xxh3_64_digest(marshal.dumps(values, 2))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Making many objects that all stay sets the collector off again and again, for nothing."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def code_of(error: sqlite3.Error) -> int:
+    """SQLite's result code; Python 3.10 has only the message."""
+    code = getattr(error, "sqlite_errorcode", None)
+    if isinstance(code, int):
+        return code if code == SHORT_READ else code & 0xFF
+    known = {"is full": FULL, "I/O error": IOERR, "is locked": BUSY, "unable to open": CANTOPEN}
+    return next((code for text, code in known.items() if text in str(error)), 1)
+
+
+class Index:
+    """One connection. Whoever calls holds the store's lock; what SQLite raises is for the store."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._db = connection
+        self._files = [os.fspath(part) for part in self.parts(path)[:2]]
+
+    @staticmethod
+    def parts(path: Path) -> list[Path]:
+        """The files of an index. A log without its database must not meet another one."""
+        return [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))]
+
+    @classmethod
+    def create(cls, path: Path) -> None:
+        """Complete under its name, or not there at all."""
+        temporary = path.with_name(path.name + ".new")
+        for part in cls.parts(temporary):
+            part.unlink(missing_ok=True)
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.fchmod(fd, 0o600)
+        os.close(fd)
+        db = sqlite3.connect(temporary, isolation_level=None)
+        try:
+            db.execute(f"PRAGMA page_size = {PAGE}")
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            db.execute("BEGIN")
+            for statement in SCHEMA:
+                db.execute(statement)
+            db.execute(f"PRAGMA application_id = {APPLICATION}")
+            db.execute(f"PRAGMA user_version = {FORMAT}")
+            db.execute("COMMIT")
+        finally:
+            db.close()
+        os.rename(temporary, path)
+        sync_folder(path.parent)
+
+    @classmethod
+    def open(cls, path: Path) -> Index:
+        """Raises `Damaged` for an index that cannot be used, and `OSError` or `sqlite3.Error` for
+        one that can perhaps be used another time."""
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
+        try:
+            cls._prepare(db)
+            index = cls(path, db)
+            index._survey()
+        except sqlite3.Error as error:
+            db.close()
+            if code_of(error) in NOT_DAMAGE:
+                raise
+            raise Damaged(str(error)) from error
+        except BaseException:
+            db.close()
+            raise
+        return index
+
+    @staticmethod
+    def _prepare(db: sqlite3.Connection) -> None:
+        # A text that is no longer UTF-8 breaks its row's seal; it must not break the query.
+        db.text_factory = methodcaller("decode", "utf-8", "replace")
+        # The store's lock keeps others out, so the log needs no shared memory. Before any reading.
+        db.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        (application,) = db.execute("PRAGMA application_id").fetchone()
+        if (application, version) != (APPLICATION, FORMAT):
+            raise Damaged(f"it is of format {version}, and this version reads format {FORMAT}")
+        for setting in (
+            "journal_mode = WAL",
+            "synchronous = FULL",
+            "fullfsync = ON",
+            "checkpoint_fullfsync = ON",
+            f"wal_autocheckpoint = {LOG_PAGES}",
+            f"journal_size_limit = {LOG_PAGES * PAGE}",
+            "secure_delete = FAST",
+            "cell_size_check = ON",
+            "trusted_schema = OFF",
+        ):
+            db.execute(f"PRAGMA {setting}").fetchall()
+        found = {sql for (sql,) in db.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL")}
+        if found != set(SCHEMA):
+            raise Damaged("its tables are others")
+        if problem := _quick_check(db):
+            raise Damaged(problem)
+
+    def _survey(self) -> None:
+        """What a start needs to know: an index that cannot tell is of no use."""
+        with self.transaction():
+            self._remove_strays()
+        self.last_id = self._last_id()
+        self.spaces = self.namespaces()
+        self.held = self.payload_bytes()
+
+    def check(self) -> str | None:
+        """What is wrong with the database as such."""
+        return _quick_check(self._db)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                with suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+            raise
+
+    def close(self) -> None:
+        self._db.close()
+
+    def checkpoint(self) -> None:
+        """Give free pages back, and empty the log."""
+        (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
+        (pages,) = self._db.execute("PRAGMA page_count").fetchone()
+        if free > max(PAGES_WORTH_FREEING, pages // 4):
+            self._db.executescript("PRAGMA incremental_vacuum")  # `execute` would free one page
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def nbytes(self) -> int:
+        return sum(size_of(part) for part in self._files)
+
+    # What there is
+
+    def _last_id(self) -> int:
+        """The largest number that a row has or refers to: none above it was ever read."""
+        questions = [f"SELECT MAX(id) FROM {table} WHERE id < ?" for table in TABLES]
+        columns = ("parent", '"rows"', '"window"', "state")
+        questions += [f"SELECT MAX({column}) FROM node WHERE {column} < ?" for column in columns]
+        found = [self._db.execute(q, (LARGEST_ID,)).fetchone()[0] for q in questions]
+        return max(int(n or 0) for n in found)
+
+    def payload_bytes(self) -> int:
+        question = f"SELECT SUM(nbytes) FROM payload WHERE {SANE}"
+        return int(self._db.execute(question).fetchone()[0] or 0)
+
+    def payload_ids(self) -> list[int]:
+        return [i for (i,) in self._db.execute("SELECT id FROM payload ORDER BY id")]
+
+    def names(self, shard: str) -> set[str]:
+        """Of the payloads whose names begin with these two digits."""
+        question = "SELECT name FROM payload WHERE name >= ? AND name < ?"
+        return {name for (name,) in self._db.execute(question, (shard, shard + "g"))}
+
+    def has_namespace(self, id: int) -> bool:
+        question = "SELECT 1 FROM namespace WHERE id = ?"
+        return self._db.execute(question, (id,)).fetchone() is not None
+
+    def payload(self, id: int) -> PayloadRow | None:
+        question = f"SELECT {PAYLOAD}, seal FROM payload WHERE id = ?"
+        row = self._db.execute(question, (id,)).fetchone()
+        if row is None:
+            return None
+        namespace, id, name, nbytes, checksum, meta, mark = row
+        intact = mark == seal(row[:-1])
+        return PayloadRow(id, namespace, Written(name, nbytes, checksum), meta, intact)
+
+    def load(self, namespace: int, missing: Set[int] = frozenset()) -> Loaded:
+        """`missing`: payloads to be taken as gone."""
+        with _no_collection():
+            found = Loaded()
+            self._load_payloads(found, namespace, missing)
+            self._load_nodes(found, namespace)
+        return found
+
+    def _load_payloads(self, found: Loaded, namespace: int, missing: Set[int]) -> None:
+        question = f"SELECT {PAYLOAD}, seal FROM payload WHERE namespace = ?"
+        cursor = self._db.execute(question, (namespace,))
+        while rows := cursor.fetchmany(1000):
+            intact = []
+            for row in rows:
+                if row[-1] != seal(row[:-1]) or row[0] != namespace:
+                    found.damaged.append(row[1])
+                elif row[1] not in missing:
+                    intact.append(row)
+            # Read as one text: a call for each would take longer than reading them.
+            metas = json.loads(f"[{','.join([row[5] for row in intact])}]")
+            for row, meta in zip(intact, metas, strict=True):
+                found.payloads[row[1]] = StoredPayload(row[1], row[3], meta)
+
+    def _load_nodes(self, found: Loaded, namespace: int) -> None:
+        children: dict[int | None, list[StoredNode]] = {}
+        everything = []
+        question = f"SELECT {NODE}, seal FROM node WHERE namespace = ?"
+        for row in self._db.execute(question, (namespace,)):
+            everything.append(row[1])
+            if row[-1] == seal(row[:-1]) and row[0] == namespace:
+                children.setdefault(row[2], []).append(StoredNode(*row[1:-1]))
+        kept, payloads = found.nodes, found.payloads
+        level = children.get(None, [])
+        while level:
+            whole = [node for node in level if _has_all(node, payloads)]
+            kept += whole
+            level = [child for node in whole for child in children.get(node.id, ())]
+        if len(kept) < len(everything):
+            found.lost = list(set(everything) - {node.id for node in kept})
+        used = {i for node in kept for i in (node.rows, node.window, node.state)}
+        found.unused = [i for i in payloads if i not in used]
+
+    def namespaces(self) -> list[NamespaceInfo]:
+        nodes = "SELECT namespace, COUNT(*) FROM node GROUP BY namespace"
+        files = (
+            f"SELECT namespace, COUNT(*), SUM(nbytes) FROM payload WHERE {SANE} GROUP BY namespace"
+        )
+        node_counts = dict(self._db.execute(nodes).fetchall())
+        held = {namespace: rest for namespace, *rest in self._db.execute(files)}
+        found = []
+        for id, digest, about, used, mark in self._db.execute(
+            f"SELECT {SPACE}, seal FROM namespace"
+        ):
+            if mark == seal((id, digest, about, used)):
+                payloads, nbytes = held.get(id, (0, 0))
+                count = node_counts.get(id, 0)
+                info = NamespaceInfo(id, digest, json.loads(about), count, payloads, nbytes, used)
+                found.append(info)
+        return found
+
+    # Changes, inside a transaction
+
+    def put_namespace(self, id: int, digest: str, about: str, used: float) -> None:
+        self._insert("namespace", SPACE, (id, digest, about, used))
+
+    def add_payload(self, row: PayloadRow) -> None:
+        w = row.written
+        values = (row.namespace, row.id, w.name, w.nbytes, w.checksum, row.meta)
+        self._insert("payload", PAYLOAD, values)
+
+    def put_node(self, namespace: int, node: StoredNode, *, new: bool) -> None:
+        n = node
+        # Exactly what will be read back, and nothing that only looks like it: the seal is over it.
+        head = (namespace, int(n.id), _int(n.parent), int(n.start), bytes(n.key))
+        about = (str(n.origin), n.kind and str(n.kind), int(n.hits))
+        numbers = (float(n.used) + 0.0, float(n.hint) + 0.0)
+        values = (*head, *about, *numbers, _int(n.rows), _int(n.window), _int(n.state))
+        if new:
+            self._insert("node", NODE, values)
+            return
+        columns = ", ".join(f"{column} = ?" for column in (*NODE.split(", "), "seal"))
+        where = "WHERE id = ? AND namespace = ?"
+        self._db.execute(
+            f"UPDATE node SET {columns} {where}", (*values, seal(values), n.id, namespace)
+        )
+
+    def _insert(self, table: str, columns: str, values: tuple[Any, ...]) -> None:
+        how = "INSERT OR REPLACE" if table == "namespace" else "INSERT"
+        marks = ", ".join("?" * (len(values) + 1))
+        question = f"{how} INTO {table} ({columns}, seal) VALUES ({marks})"
+        self._db.execute(question, (*values, seal(values)))
+
+    def remove(self, table: str, ids: Iterable[int]) -> None:
+        self._db.executemany(f"DELETE FROM {table} WHERE id = ?", [(i,) for i in ids])
+
+    def _remove_strays(self) -> None:
+        """Namespaces whose row is damaged go with all that is theirs, as does what is in none."""
+        intact = [info.id for info in self.namespaces()]
+        marks = ", ".join("?" * len(intact))
+        for table, column in (("namespace", "id"), ("node", "namespace"), ("payload", "namespace")):
+            self._db.execute(f"DELETE FROM {table} WHERE {column} NOT IN ({marks})", intact)
+
+    def clear(self, namespace: int) -> list[str]:
+        """Returns the names of the files that are nobody's now."""
+        question = "SELECT name FROM payload WHERE namespace = ?"
+        names = [name for (name,) in self._db.execute(question, (namespace,))]
+        for table in ("payload", "node"):
+            self._db.execute(f"DELETE FROM {table} WHERE namespace = ?", (namespace,))
+        self._db.execute("DELETE FROM namespace WHERE id = ?", (namespace,))
+        return names
+
+
+def _quick_check(db: sqlite3.Connection) -> str | None:
+    (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    return None if found == "ok" else " ".join(str(found).split())
+
+
+def _int(number: int | None) -> int | None:
+    return None if number is None else int(number)
+
+
+def _has_all(node: StoredNode, payloads: Container[int]) -> bool:
+    rows, window, state = node.rows, node.window, node.state
+    return (
+        (rows is None or rows in payloads)
+        and (window is None or window in payloads)
+        and (state is None or state in payloads)
+    )

@@ -1,0 +1,90 @@
+"""A payload of the disk tier: a file, or what is still to be one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from ..payload import PackedState, Rows
+from .codec import Arrays, Meta, unpack_rows, unpack_state
+from .store import Store, StoredPayload
+
+
+@dataclass(eq=False)
+class Source:
+    """One payload. `waiting` until it is written, `stored` from then on."""
+
+    stored: StoredPayload | None = None
+    waiting: Rows | PackedState | None = None
+    packed: tuple[Arrays, Meta] | None = None
+    users: int = 0
+    """Parts of the tree that are in it: a node that splits shares its file."""
+
+    @property
+    def nbytes(self) -> int:
+        if self.stored is not None:
+            return self.stored.nbytes
+        return sum(array.nbytes for array in self._arrays()) + 1024
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The tokens of its rows; None for a checkpoint."""
+        meta = (
+            self.stored.meta if self.stored is not None else self.packed[1] if self.packed else {}
+        )
+        segments = meta.get("segments")
+        return (segments[0][0], segments[-1][1]) if segments else None
+
+    def load(self, store: Store) -> Rows | PackedState | None:
+        """From where it waits, or from its file; None where that is damaged or gone."""
+        waiting, stored = self.waiting, self.stored
+        if waiting is not None:
+            return waiting
+        arrays = store.read(stored) if stored is not None else None
+        if stored is None or arrays is None:
+            return None
+        return (unpack_rows if "segments" in stored.meta else unpack_state)(arrays, stored.meta)
+
+    def _arrays(self) -> list[npt.NDArray[Any]]:
+        return list(self.packed[0].values()) if self.packed is not None else []
+
+
+class OnDisk:
+    """The part of a payload that a node of the disk's tree has: all, until the node splits."""
+
+    __slots__ = ("source", "start", "stop")
+
+    def __init__(self, source: Source, start: int, stop: int) -> None:
+        self.source = source
+        self.start = start
+        self.stop = stop
+        source.users += 1
+
+    @property
+    def nbytes(self) -> int:
+        span = self.source.span
+        if span is None or span[0] == span[1]:
+            return self.source.nbytes
+        return self.source.nbytes * (self.stop - self.start) // (span[1] - span[0])
+
+    @property
+    def buffers(self) -> int:
+        return 0
+
+    def split(self, at: int) -> tuple[OnDisk | None, OnDisk | None]:
+        """Two parts of the same file."""
+        self.source.users -= 1
+        upper = OnDisk(self.source, self.start, min(at, self.stop)) if self.start < at else None
+        lower = OnDisk(self.source, max(at, self.start), self.stop) if self.stop > at else None
+        return upper, lower
+
+    def load(self, store: Store) -> Rows | PackedState | None:
+        found = self.source.load(store)
+        if isinstance(found, Rows):
+            if self.start > found.start:
+                found = found.split(self.start)[1]
+            if found is not None and self.stop < found.stop:
+                found = found.split(self.stop)[0]
+        return found

@@ -1,0 +1,186 @@
+"""The thread that writes to disk: jobs in order, a bounded queue, no one waits for it."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from rewarm.errors import RewarmError
+
+from ..tree import Node
+from .source import Source
+from .store import (
+    AddNode,
+    AddPayload,
+    Change,
+    RemoveNode,
+    RemovePayload,
+    Store,
+    StoredNode,
+    UpdateNode,
+)
+
+log = logging.getLogger("rewarm")
+
+MOST_WAITING = 256 << 20
+"""Bytes that may wait to be written: they are in memory, beside the budget."""
+PAUSE = 30.0
+"""Seconds without another try after a failure."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the index, whose payloads have no numbers before they are written."""
+
+    namespace: int
+    node: StoredNode
+    rows: Source | None
+    window: Source | None
+    state: Source | None
+
+    def stored(self) -> StoredNode:
+        numbers = [
+            source.stored.id if source is not None and source.stored is not None else None
+            for source in (self.rows, self.window, self.state)
+        ]
+        return replace(self.node, rows=numbers[0], window=numbers[1], state=numbers[2])
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is done at once: files first, then one transaction of the index."""
+
+    payloads: list[Source] = field(default_factory=list)
+    adds: list[Row] = field(default_factory=list)
+    updates: list[Row] = field(default_factory=list)
+    removes: list[int] = field(default_factory=list)
+    frees: list[Source] = field(default_factory=list)
+    node: Node | None = None
+    """What is not there after all where this fails."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(source.nbytes for source in self.payloads)
+
+    @property
+    def frees_nbytes(self) -> int:
+        return sum(source.nbytes for source in self.frees)
+
+
+class Writer:
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.written = 0
+        self._jobs: deque[Job] = deque()
+        self.waiting = 0
+        """Bytes to be written, and bytes that will be free."""
+        self.freeing = 0
+        self._busy = False
+        self._closed = False
+        self._failed: list[Node] = []
+        self._lost: set[int] = set()
+        self._paused_until = 0.0
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="rewarm-disk", daemon=True)
+        self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        """Whether to write nothing for now: too much waits, or the disk refused."""
+        return self.waiting >= MOST_WAITING or self.paused
+
+    @property
+    def paused(self) -> bool:
+        """Whether the disk refused a moment ago."""
+        return time.monotonic() < self._paused_until
+
+    def put(self, job: Job) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._jobs.append(job)
+            self.waiting += job.nbytes
+            self.freeing += job.frees_nbytes
+            self._changed.notify_all()
+
+    def take_failed(self) -> list[Node]:
+        with self._changed:
+            failed, self._failed = self._failed, []
+            return failed
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until all that was put is durable."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout)
+
+    def clear(self) -> None:
+        """Forget what waits."""
+        with self._changed:
+            self._jobs.clear()
+            self.waiting = self.freeing = 0
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+                self._busy = True
+            size, freed = job.nbytes, job.frees_nbytes
+            try:
+                self._do(job)
+            except (OSError, RewarmError, sqlite3.Error) as error:
+                self._fail(job, error)
+            except Exception as error:  # the thread outlives whatever it stumbles over
+                log.exception("writing to the disk tier failed")
+                self._fail(job, error)
+            with self._changed:
+                self.waiting = max(self.waiting - size, 0)
+                self.freeing = max(self.freeing - freed, 0)
+                self._busy = False
+                self._changed.notify_all()
+
+    def _do(self, job: Job) -> None:
+        lost = {row.node.parent for row in job.adds} | {row.node.id for row in job.updates}
+        if lost & self._lost:
+            raise OSError("what it belongs to was not written")
+        changes: list[Change] = []
+        for source in job.payloads:
+            if source.packed is None:
+                continue
+            if self.store.room() < source.nbytes:
+                self.store.checkpoint()  # the index's log counts as well
+            if self.store.room() < source.nbytes:
+                raise OSError(f"no room for {source.nbytes:,} bytes")
+            source.stored = self.store.put_payload(*source.packed)
+            self.written += source.stored.nbytes
+            changes.append(AddPayload(source.stored))
+        changes += [AddNode(row.stored()) for row in job.adds]
+        changes += [UpdateNode(row.stored()) for row in job.updates]
+        changes += [RemoveNode(number) for number in job.removes]
+        changes += [RemovePayload(s.stored.id) for s in job.frees if s.stored is not None]
+        by_namespace = (*job.adds, *job.updates)
+        if changes:
+            self.store.commit(by_namespace[0].namespace if by_namespace else 0, changes)
+        for source in job.payloads:
+            source.waiting = source.packed = None
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        if not self.paused:
+            log.warning("the disk tier writes nothing for %d s: %s", PAUSE, error)
+        self._paused_until = time.monotonic() + PAUSE
+        with self._changed:
+            self._lost.update(row.node.id for row in job.adds)
+            if job.node is not None:
+                self._failed.append(job.node)

@@ -1,0 +1,315 @@
+"""Nothing is forgotten over a restart, and nothing false is remembered."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from rewarm.cache import Boundary, PrefixCache
+
+from . import zoo
+from .conftest import SOAK
+from .support import CHUNK, Prompt, cold, divergence, joined, prompt, run
+
+ARCHITECTURES = ("qwen3_5", "nemotron_h", "gpt_oss", "llama", "gemma3_text", "deepseek_v3")
+
+
+def cache_on(
+    folder: Path, model: Any, *, memory: str = "64MB", disk_size: str = "1GB", **options: Any
+) -> PrefixCache:
+    return PrefixCache(
+        model, memory=memory, disk=str(folder), disk_size=disk_size, chunk=CHUNK, **options
+    )
+
+
+def turn(model: Any, cache: PrefixCache, history: Prompt, number: int, vocabulary: int) -> Prompt:
+    """One turn of a chat whose thinking is stripped: what is decoded does not come back."""
+    asked = joined(history, prompt(11 + number % 7, 100 + number, vocabulary))
+    boundary = [Boundary(len(history), "turn"), Boundary(len(asked), "user")]
+    full = joined(asked, prompt(3, 7, vocabulary))
+    run(model, cache, full, decode=6, boundaries=[b for b in boundary if b.position])
+    return joined(asked, prompt(9, 200 + number, vocabulary))
+
+
+@pytest.mark.parametrize("reuse", ["fast", "exact"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_restart_costs_nothing(name: str, reuse: Any, tmp_path: Path) -> None:
+    model, vocabulary = zoo.tiny(name), zoo.vocabulary(name)
+    restarted = cache_on(tmp_path, model, reuse=reuse)
+    kept = PrefixCache(model, memory="64MB", chunk=CHUNK, reuse=reuse)
+    history = prompt(70, 1, vocabulary)
+    for number in range(40 if SOAK else 6):
+        turn(model, kept, history, number, vocabulary)
+        history = turn(model, restarted, history, number, vocabulary)
+    restarted.close()
+
+    model = zoo.tiny(name)
+    restarted = cache_on(tmp_path, model, reuse=reuse)
+    asked = joined(history, prompt(20, 99, vocabulary))
+    boundary = [Boundary(len(history), "turn")]
+    before = kept.match(asked, boundaries=boundary)
+    again = run(model, restarted, asked, decode=4, boundaries=boundary)
+    assert before.resume > 0
+    assert again.match.resume == before.resume
+    assert again.match.tier == "disk"
+    alone = cold(model, asked, decode=4, like=restarted, boundaries=boundary)
+    if reuse == "exact":
+        assert np.array_equal(again.logits, alone.logits)
+    else:
+        assert divergence(again.logits, alone.logits) <= 1e-5
+    assert again.tokens == alone.tokens
+    restarted.verify()
+    restarted.close()
+
+
+def test_what_memory_evicts_comes_back_from_disk(tmp_path: Path) -> None:
+    model, vocabulary = zoo.tiny("qwen3_5"), zoo.vocabulary("qwen3_5")
+    cache = cache_on(tmp_path, model, memory="1MB")
+    prompts = [prompt(200, seed, vocabulary) for seed in range(12)]
+    for each in prompts:
+        run(model, cache, each)
+    assert cache.stats().evictions
+    tiers = []
+    for each in prompts:
+        ran = run(model, cache, each)
+        tiers.append(ran.match.tier)
+        assert ran.match.resume == len(each) - 1
+        assert divergence(ran.logits, cold(model, each, like=cache).logits) <= 1e-5
+        cache.verify()
+    assert "disk" in tiers
+    cache.close()
+
+
+def test_another_model_never_matches(tmp_path: Path) -> None:
+    vocabulary = zoo.vocabulary("llama")
+    asked = prompt(100, 1, vocabulary)
+    first = cache_on(tmp_path, zoo.tiny("llama", seed=0))
+    run(zoo.tiny("llama", seed=0), first, asked)
+    first.close()
+    for other in (
+        {"model": zoo.tiny("llama", seed=1)},
+        {"model": zoo.tiny("llama", seed=0), "kv_bits": 8, "kv_group_size": 32},
+        {"model": zoo.tiny("llama", seed=0), "reuse": "exact"},
+    ):
+        cache = cache_on(tmp_path, other.pop("model"), **other)
+        assert cache.match(asked).shared == 0
+        cache.close()
+    same = cache_on(tmp_path, zoo.tiny("llama", seed=0))
+    assert same.match(asked).resume == 99
+    assert same.match(asked, salt="tenant").shared == 0
+    same.close()
+
+
+def test_a_second_process_goes_on_without_a_disk_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = zoo.tiny("llama")
+    holder = cache_on(tmp_path, model)
+    with caplog.at_level(logging.WARNING, "rewarm"):
+        second = cache_on(tmp_path, model)
+    assert second.disk is None
+    assert str(os.getpid()) in caplog.text
+    holder.close()
+    second.close()
+
+
+def test_clear_forgets_the_disk_too(tmp_path: Path) -> None:
+    model, asked = zoo.tiny("llama"), prompt(100)
+    cache = cache_on(tmp_path, model)
+    run(model, cache, asked)
+    cache.flush()
+    cache.clear()
+    assert cache.match(asked).shared == 0
+    cache.close()
+    cache = cache_on(tmp_path, model)
+    assert cache.match(asked).shared == 0
+    assert not list(tmp_path.rglob("*.safetensors"))
+    cache.close()
+
+
+def test_the_limit_is_kept(tmp_path: Path) -> None:
+    model, vocabulary = zoo.tiny("llama"), zoo.vocabulary("llama")
+    limit = 2_000_000
+    cache = cache_on(tmp_path, model, memory="1MB", disk_size=str(limit))
+    most = largest = written = 0
+    for seed in range(400 if SOAK else 60):
+        run(model, cache, prompt(200, seed, vocabulary))
+        cache.flush()
+        files = [p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()]
+        largest = max(largest, *files, 0)
+        most = max(most, sum(files))
+        assert cache.disk is not None
+        written = cache.disk.writer.written
+    assert written > 2 * limit
+    assert most <= limit + largest
+    cache.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "missing"])
+def test_damaged_files_cost_a_miss_and_nothing_else(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, vocabulary = zoo.tiny("qwen3_5"), zoo.vocabulary("qwen3_5")
+    asked = prompt(150, 1, vocabulary)
+    cache = cache_on(tmp_path, model)
+    run(model, cache, asked)
+    cache.close()
+    for path in tmp_path.rglob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        if damage == "flip":
+            data[len(data) // 2] ^= 1
+        path.write_bytes(data[: len(data) // 2] if damage == "truncate" else data)
+        if damage == "empty":
+            path.write_bytes(b"")
+        if damage == "missing":
+            path.unlink()
+    cache = cache_on(tmp_path, model)
+    with caplog.at_level(logging.WARNING, "rewarm"):
+        again = run(model, cache, asked)
+    assert again.match.resume == 0
+    assert "rewarm" in {record.name for record in caplog.records}
+    assert np.array_equal(again.logits, cold(model, asked, like=cache).logits)
+    cache.verify()
+    cache.close()
+    cache = cache_on(tmp_path, model)
+    assert cache.match(asked).resume == len(asked) - 1  # computed again, and kept again
+    cache.close()
+
+
+CHILD = """
+    import sys
+    import rewarm
+    from tests import zoo
+    from tests.support import prompt, run
+    from tests.test_disk import cache_on
+    from pathlib import Path
+
+    folder, seed = Path(sys.argv[1]), int(sys.argv[2])
+    model, vocabulary = zoo.tiny("qwen3_5"), zoo.vocabulary("qwen3_5")
+    cache = cache_on(folder, model, memory="1MB", disk_size="3MB")
+    print("ready", flush=True)
+    for number in range(1000):
+        at = seed * 1000 + number
+        run(model, cache, prompt(40 + at % 90, at, vocabulary))
+        if number % 3 == 0:
+            cache.flush()
+            print("flushed", at, flush=True)
+"""
+
+
+def test_a_kill_loses_nothing_flushed_and_serves_nothing_wrong(tmp_path: Path) -> None:
+    model, vocabulary = zoo.tiny("qwen3_5"), zoo.vocabulary("qwen3_5")
+    chance = random.Random(4)
+    for round_ in range(2000 if SOAK else 5):
+        child = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path), str(round_)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[1],
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        flushed = []
+        for _ in range(chance.randint(1, 4)):
+            flushed.append(int(child.stdout.readline().split()[1]))
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        cache = cache_on(tmp_path, model, disk_size="3MB")
+        last = flushed[-1]
+        asked = prompt(40 + last % 90, last, vocabulary)
+        again = run(model, cache, asked)
+        assert again.match.resume == len(asked) - 1
+        assert divergence(again.logits, cold(model, asked, like=cache).logits) <= 1e-5
+        assert cache.disk is not None
+        assert cache.disk.store.verify().damaged == 0
+        cache.close()
+
+
+def test_the_model_is_told_by_its_files_wherever_they_lie(tmp_path: Path) -> None:
+    from rewarm.cache.disk.weights import weights_digest
+
+    model = zoo.tiny("llama")
+    for place in ("a", "b", "c"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "config.json").write_text("{}")
+        mx.save_safetensors(
+            str(tmp_path / place / "model.safetensors"),
+            {"w": mx.array([1.0, 2.0 if place != "c" else 3.0])},
+        )
+    digests = [
+        weights_digest(model, str(tmp_path / place), "", tmp_path) for place in ("a", "b", "c", "a")
+    ]
+    assert digests[0] == digests[1] == digests[3] != digests[2]
+
+
+@contextmanager
+def served(folder: Path, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    with log.open("w") as out:
+        arguments = ("serve", "--port", "0", "--disk", str(folder))
+        server = subprocess.Popen(
+            [sys.executable, "-m", "rewarm", *arguments], stdout=out, stderr=out
+        )
+        try:
+            while (url := re.search(r"http://127.0.0.1:\d+", log.read_text())) is None:
+                assert server.poll() is None, log.read_text()
+                time.sleep(0.05)
+            yield server, url[0]
+        finally:
+            server.kill()
+            server.wait()
+
+
+def ask(url: str, messages: list[dict[str, str]]) -> dict[str, Any]:
+    body = {"messages": messages, "max_tokens": 8}
+    reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).json()
+    found: dict[str, Any] = reply
+    return found
+
+
+@pytest.mark.parametrize("way", ["killed", "stopped"])
+def test_a_server_goes_on_where_the_last_one_was(way: str, tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "You know the tides. " * 40}]
+    with served(tmp_path / "disk", tmp_path / "first") as (server, url):
+        for number in range(3):
+            chat.append({"role": "user", "content": f"When is high tide on day {number}?"})
+            reply = ask(url, chat)
+            chat.append({"role": "assistant", "content": "At noon."})
+        again = ask(url, chat[:-1])["rewarm"]
+        if way == "killed":
+            wait_until_idle_work_is_done(tmp_path / "disk")
+            server.kill()
+        else:
+            server.send_signal(signal.SIGINT)
+        server.wait(60)
+    with served(tmp_path / "disk", tmp_path / "second") as (server, url):
+        after = ask(url, chat[:-1])
+        assert after["choices"] == reply["choices"]
+        assert after["rewarm"]["resume"]["tier"] == "disk"
+        lost = again["cached_tokens"] - after["rewarm"]["cached_tokens"]
+        assert lost <= again["cached_tokens"] // 100
+
+
+def wait_until_idle_work_is_done(folder: Path) -> None:
+    """Until nothing has been written for longer than idle work waits."""
+    last, since = -1, time.monotonic()
+    while time.monotonic() - since < 12:
+        files = len(list(folder.rglob("*.safetensors")))
+        if files != last:
+            last, since = files, time.monotonic()
+        time.sleep(0.2)

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 
 from rewarm.cache import Boundary, PrefixCache
+from rewarm.cache.disk import writer
 
 from . import zoo
 from .conftest import SOAK
@@ -313,3 +315,129 @@ def wait_until_idle_work_is_done(folder: Path) -> None:
         if files != last:
             last, since = files, time.monotonic()
         time.sleep(0.2)
+
+
+def test_the_form_of_the_caches_is_part_of_what_must_be_equal(tmp_path: Path) -> None:
+    model, vocabulary = zoo.tiny("qwen3"), zoo.vocabulary("qwen3")
+    asked = prompt(100, 1, vocabulary)
+    for size in (48, 64, None):
+        cache = cache_on(tmp_path, model, max_kv_size=size)
+        assert cache.match(asked).shared == 0
+        run(model, cache, asked)
+        cache.close()
+        cache = cache_on(tmp_path, model, max_kv_size=size)
+        assert cache.match(asked).resume == 99
+        cache.close()
+
+
+def test_weights_changed_after_loading_never_match(tmp_path: Path) -> None:
+    asked, files = prompt(100), tmp_path / "model"
+    files.mkdir()
+    mx.save_safetensors(str(files / "model.safetensors"), {"w": mx.array([1.0])})
+    for seed in (0, 1):
+        model = zoo.tiny("llama", seed=seed)
+        model.rewarm_source = str(files)
+        cache = cache_on(tmp_path / "disk", model, adapter="a label")
+        assert cache.match(asked).shared == 0
+        run(model, cache, asked)
+        cache.close()
+
+
+def test_what_memory_lets_go_of_is_not_held_for_the_disk(tmp_path: Path) -> None:
+    model, vocabulary = zoo.tiny("llama"), zoo.vocabulary("llama")
+    cache = cache_on(tmp_path, model, memory="1MB")
+    for seed in range(12):
+        run(model, cache, prompt(200, seed, vocabulary))
+    assert cache.disk is not None
+    assert cache.stats().evictions
+    assert len(cache.disk._fresh) <= cache.stats().entries
+    cache.close()
+
+
+class Failing:
+    """A function that raises a number of times."""
+
+    def __init__(self, works: Any, times: int) -> None:
+        self.works, self.times = works, times
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self.times:
+            self.times -= 1
+            raise OSError(28, "no space left on device")
+        return self.works(*args, **options)
+
+
+@pytest.mark.parametrize("what", ["put_payload", "commit"])
+def test_what_the_disk_refused_is_written_another_time(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "PAUSE", 0.05)
+    model, vocabulary = zoo.tiny("qwen3_5"), zoo.vocabulary("qwen3_5")
+    first = prompt(120, 1, vocabulary)
+    second = joined(first[:70], prompt(40, 2, vocabulary))
+    cache = cache_on(tmp_path, model)
+    run(model, cache, first)
+    cache.flush()
+    assert cache.disk is not None
+    run(model, cache, second)
+    store = cache.disk.store
+    monkeypatch.setattr(store, what, Failing(getattr(store, what), times=2))
+    cache.flush()
+    time.sleep(0.2)
+    cache.flush()
+    cache.close()
+    cache = cache_on(tmp_path, model)
+    assert cache.match(first).resume == len(first) - 1
+    assert cache.match(second).resume == len(second) - 1
+    cache.close()
+
+
+def test_a_disk_that_goes_away_costs_nothing_but_itself(tmp_path: Path) -> None:
+    model, asked = zoo.tiny("llama"), prompt(100)
+    cache = cache_on(tmp_path / "disk", model)
+    run(model, cache, asked)
+    shutil.rmtree(tmp_path / "disk")
+    cache.flush(wait=False)
+    cache.stats()
+    assert run(model, cache, asked).match.resume == 99
+    cache.close()
+
+
+def test_what_cannot_be_read_now_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = zoo.tiny("llama"), prompt(100)
+    cache = cache_on(tmp_path, model)
+    run(model, cache, asked)
+    cache.close()
+    cache = cache_on(tmp_path, model)
+    assert cache.disk is not None
+    store = cache.disk.store
+    monkeypatch.setattr(store, "read", lambda *_: None)
+    assert run(model, cache, asked[:50]).match.resume == 0
+    monkeypatch.undo()
+    assert cache.match(asked).resume == 99
+    cache.close()
+
+
+def test_a_clock_that_is_set_back_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, vocabulary = zoo.tiny("llama"), zoo.vocabulary("llama")
+    cache = cache_on(tmp_path, model, memory="1MB", disk_size="2MB")
+    now = time.time()
+    for seed in range(20):
+        monkeypatch.setattr(time, "time", lambda at=now - seed: at)
+        run(model, cache, prompt(200, seed, vocabulary))
+        cache.flush()
+    assert cache.disk is not None
+    assert not cache.disk.writer.paused
+    cache.close()
+
+
+def test_asking_leaves_no_trace_on_disk(tmp_path: Path) -> None:
+    model = zoo.tiny("llama")
+    cache = cache_on(tmp_path, model)
+    for number in range(5):
+        cache.match(prompt(50), salt=f"tenant {number}")
+    assert cache.disk is not None
+    assert cache.disk.store.namespaces() == []
+    cache.close()

@@ -35,7 +35,7 @@ LONGEST = 110
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "rows": ("llama", {}),
     "rows, 8 bits": ("llama", {"kv_bits": 8, "kv_group_size": 32}),
-    "window that keeps": ("llama", {"max_kv_size": 24}),
+    "window that keeps": ("qwen3", {"max_kv_size": 24}),
     "window and rows": ("gpt_oss", {}),
     "blocks and rows": ("llama4", {}),
     "recurrent and rows": ("qwen3_5", {}),
@@ -43,6 +43,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "composite": ("baichuan_m1", {}),
     "opaque": ("deepseek_v41", {}),
 }
+# With rows that a ring keeps, mlx-lm's answers depend on the cuts by themselves.
+CASES = [
+    (name, reuse)
+    for name in MODELS
+    for reuse in ("fast", "exact")
+    if (name, reuse) != ("window that keeps", "fast")
+]
 
 
 @memoised
@@ -219,8 +226,7 @@ class ProgramsOnDisk(Programs):
         self.folder.cleanup()
 
 
-@pytest.mark.parametrize("reuse", ["fast", "exact"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "reuse"), CASES)
 def test_random_programs_compute_what_a_cold_run_computes(name: str, reuse: str) -> None:
     machine = type(
         "Machine", (Programs,), {"name": name, "reuse": reuse, "hits": 0, "expected": {}}
@@ -229,8 +235,7 @@ def test_random_programs_compute_what_a_cold_run_computes(name: str, reuse: str)
     assert machine.hits >= 5
 
 
-@pytest.mark.parametrize("reuse", ["fast", "exact"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "reuse"), CASES)
 def test_random_programs_with_restarts_do_so_too(name: str, reuse: str) -> None:
     machine = type(
         "Machine",

@@ -22,7 +22,7 @@ from . import zoo
 from .support import CHUNK, Prompt, Ran, cold, divergence, joined, prompt, run
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, kept rows": ("llama", {"max_kv_size": 48}),
+    "qwen3, kept rows": ("qwen3", {"max_kv_size": 48}),
     "llama, 8-bit KV": ("llama", {"kv_bits": 8, "kv_group_size": 32}),
     "qwen3_5, 4-bit KV": ("qwen3_5", {"kv_bits": 4, "kv_group_size": 32}),
     "llama, concatenating": (
@@ -136,7 +136,11 @@ def test_exact_reuse_gives_the_bits_of_a_cold_run(name: str) -> None:
     }
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in zoo.CUT_DEPENDENT])
+# mlx-lm's mask does not know of the rows that a ring keeps: inside a chunk they are seen otherwise.
+KEPT = "qwen3, kept rows"
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in {*zoo.CUT_DEPENDENT, KEPT}])
 def test_fast_reuse_gives_the_answer_of_a_cold_run(name: str) -> None:
     model, options = build(name)
     cache = PrefixCache(model, memory="64MB", chunk=CHUNK, **options)
@@ -174,7 +178,7 @@ def test_exact_resumes_a_chat_at_its_durable_boundaries(name: str) -> None:
     assert got.match.resume == 83
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text", "recurrent_gemma", "llama, kept rows"])
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text", "recurrent_gemma", "qwen3, kept rows"])
 def test_exact_keeps_its_bits_over_a_chunk_of_one_token(name: str) -> None:
     """Such a chunk turns a window's ring in place; a sum in another order has other bits."""
     model, options = build(name)

@@ -127,6 +127,8 @@ class Below:
         """What the disk tier could give."""
         try:
             return self.disk.find(namespace, not tree.splits, encode(prompt), len(prompt), cuts)
+        except OSError:
+            return None  # a store that is broken has said so
         except Exception:
             log.exception("the disk tier could not be asked; it is left alone")
             return None
@@ -163,6 +165,8 @@ class Below:
                     self.disk.demote(namespace, item)
         except Exception:
             log.exception("something evicted could not be kept on disk")
+        if item.what == "leaf":
+            self.disk.gone(item.node)
 
 
 def _from(rows: Rows | None, start: int) -> Rows | None:

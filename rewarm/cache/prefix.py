@@ -127,6 +127,7 @@ class PrefixCache:
                 self._evictor.policy,
                 model=model,
                 adapter=adapter,
+                caches=self.blank(),
                 grid=f"exact {self.chunk}" if reuse == "exact" else "fast",
             )
         if self.disk is not None:
@@ -289,7 +290,7 @@ class PrefixCache:
                         "checkpoint": held.checkpoint,
                         "index": held.index,
                     },
-                    **({"disk": {"files": self.disk.store.bytes()}} if self.disk else {}),
+                    **({"disk": {"files": self.disk.nbytes()}} if self.disk else {}),
                 },
                 buffers=held.buffers,
                 hits=self._hits,
@@ -309,22 +310,27 @@ class PrefixCache:
         with self._entered():
             verify(list(self._trees.values()), self.memory, self._pins, self.layout)
 
-    def flush(self, *, wait: bool = True, durable: bool = False) -> None:
+    def flush(self, *, wait: bool = True, durable: bool = False) -> bool:
         """Make what is held outlive this process; returns when it does.
 
-        Without `wait` it is only given to the writer. `durable`: only what is sure to be asked for
-        again, such as system prompts and users' turns."""
+        Without `wait` it is only given to the writer; False where that had no room for all of it.
+        `durable`: only what is sure to be asked for again, such as system prompts and users' turns.
+        A disk that refuses is said in the log."""
         while True:
             with self._entered():
                 disk = self.disk
-                done = disk is None or disk.keep_fresh(self._trees, durable)
-                if disk is not None and done:
-                    disk.touch()
+                done = True
+                if disk is not None:
+                    try:
+                        done = disk.keep_fresh(self._trees, durable)
+                        disk.touch()
+                    except Exception:
+                        log.exception("the disk tier could not be given what is new")
             if disk is None or not wait:
-                return
+                return done
             disk.wait()
             if done or disk.writer.paused:
-                return
+                return done
 
     def clear(self) -> None:
         """Forget everything, on disk too. Running requests go on, and store nothing more."""
@@ -338,12 +344,14 @@ class PrefixCache:
         with self._lock:
             if self._closed:
                 return
-        self.flush()
-        with self._lock:
-            self._closed = True
-            self._forget()
-            if self.disk is not None:
-                self.disk.close()
+        try:
+            self.flush()
+        finally:
+            with self._lock:
+                self._closed = True
+                self._forget()
+                if self.disk is not None:
+                    self.disk.close()
 
     def check_model(self, model: Any) -> None:
         """Raise unless the cache was made for this model."""
@@ -398,6 +406,8 @@ class PrefixCache:
         for each in reversed(below):
             self.memory.count(each, -1)
             tree.remove(each)
+            if self.disk is not None:
+                self.disk.gone(each)
         return True
 
     def _pinned(self, tree: Tree, found: Found, warm: bool, hint: float) -> Pin:

@@ -52,7 +52,8 @@ class WorkPerByte:
     """Work saved per byte, times how likely it is asked for: recency, frequency, kind."""
 
     def score(self, item: Item, now: int) -> float:
-        likelihood = item.weight * math.sqrt(1 + item.hits) / (1 + now - item.last_used)
+        age = max(now - item.last_used, 0)  # a clock may be set back
+        likelihood = item.weight * math.sqrt(1 + item.hits) / (1 + age)
         return item.saves * likelihood / max(item.nbytes, 1)
 
 

@@ -293,15 +293,16 @@ class Engine:
 
     def _wait_for_work(self) -> bool:
         """Blocks while there is nothing to do; false once it is time to go."""
-        cache = self._ready().cache
-        for quiet in (*QUIET, None):
+        waits = deque(QUIET)
+        while True:
+            quiet = waits.popleft() if waits else None
             with self._wake:
                 if self._wake.wait_for(self._wanted, quiet):
-                    break
+                    return self._has_requests() or not self._stopping
             # A crash now would lose what was never written. First what is sure to be asked again:
             # the rest of a chat that goes on would soon be written anew.
-            cache.flush(wait=False, durable=quiet == QUIET[0])
-        return self._has_requests() or not self._stopping
+            if not self._ready().cache.flush(wait=False, durable=bool(waits)) and not waits:
+                waits.append(QUIET[-1])
 
     def _wanted(self) -> bool:
         return self._has_requests() or self._stopping or self._loop.has_work

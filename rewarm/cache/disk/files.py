@@ -173,8 +173,8 @@ def write(folder: Path, name: str, parts: Sequence[memoryview]) -> Written:
     return Written(name, nbytes, checksum.digest())
 
 
-def read(folder: Path, written: Written) -> Arrays:
-    data = np.empty(written.nbytes, np.uint8)
+def read(folder: Path, written: Written, scratch: npt.NDArray[np.uint8] | None = None) -> Arrays:
+    data = np.empty(written.nbytes, np.uint8) if scratch is None else scratch[: written.nbytes]
     _check(folder, written, data)
     try:
         return decode(data)

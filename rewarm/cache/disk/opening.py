@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..layers import leaves
 from ..layout import Layout
 from ..retention import Retention
 from .store import FORMAT, Store, StoreError
@@ -24,25 +26,39 @@ def open_tier(
     *,
     model: Any,
     adapter: str,
+    caches: list[Any],
     grid: str,
 ) -> DiskTier | None:
+    """`caches` are blank ones: their form tells what can be restored into them."""
     try:
         store = Store.open(folder, limit=limit)
     except StoreError as error:
         log.warning("there is no disk tier: %s", error)
         return None
-    source: str | None = getattr(model, "rewarm_source", None)
-    began = time.monotonic()
-    about = {
-        "weights": weights_digest(model, source, adapter, folder),
-        "adapter": "in weights",
-        "grid": grid,
-        "format": FORMAT,
-        "name": source or type(model).__module__,
-    }
-    if time.monotonic() - began > 2:
-        log.info(
-            "read the weights once, in %.0f s, to tell this model from others",
-            time.monotonic() - began,
-        )
-    return DiskTier(store, layout, policy, about)
+    try:
+        source: str | None = getattr(model, "rewarm_source", None)
+        about = {
+            "weights": weights_digest(model, source, adapter, folder),
+            # An adapter that is a folder is told by its files, and may be moved.
+            "adapter": "" if Path(adapter).is_dir() else adapter,
+            "caches": _form(leaves(caches)),
+            "grid": grid,
+            "format": FORMAT,
+            "name": source or type(model).__module__,
+        }
+        return DiskTier(store, layout, policy, about)
+    except Exception as error:
+        store.close()
+        log.warning("there is no disk tier: the model cannot be told from others: %s", error)
+        return None
+
+
+def _form(caches: Sequence[Any]) -> str:
+    """What kind of caches a model has, and with which settings, as one short text."""
+    plain = (bool, int, float, str, type(None))
+    described = [
+        f"{type(c).__qualname__} "
+        + repr(sorted((k, v) for k, v in vars(c).items() if isinstance(v, plain)))
+        for c in caches
+    ]
+    return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import threading
+from dataclasses import dataclass, field
 
+import numpy as np
 import numpy.typing as npt
 
 from ..payload import PackedState, Rows
 from .codec import Arrays, Meta, unpack_rows, unpack_state
 from .store import Store, StoredPayload
+
+LARGEST_SCRATCH = 64 << 20
+HEADER = 1024
+"""About what a file takes beside its arrays, and for each of them."""
+HEADER_PER_ARRAY = 128
+
+_threads = threading.local()
+
+
+def _scratch(nbytes: int) -> npt.NDArray[np.uint8] | None:
+    """Memory of this thread's to read a file into: it is copied from there at once, and new memory
+    costs more than the copy."""
+    if nbytes > LARGEST_SCRATCH:
+        return None
+    known: npt.NDArray[np.uint8] | None = getattr(_threads, "scratch", None)
+    if known is None or len(known) < nbytes:
+        known = _threads.scratch = np.empty(nbytes, np.uint8)
+    return known
 
 
 @dataclass(eq=False)
@@ -21,12 +40,15 @@ class Source:
     packed: tuple[Arrays, Meta] | None = None
     users: int = 0
     """Parts of the tree that are in it: a node that splits shares its file."""
+    nbytes: int = field(init=False)
+    """Never changes, so that what was counted in is counted out; the file may differ a little."""
 
-    @property
-    def nbytes(self) -> int:
+    def __post_init__(self) -> None:
         if self.stored is not None:
-            return self.stored.nbytes
-        return sum(array.nbytes for array in self._arrays()) + 1024
+            self.nbytes = self.stored.nbytes
+        else:
+            arrays = self.packed[0].values() if self.packed is not None else ()
+            self.nbytes = HEADER + sum(a.nbytes + HEADER_PER_ARRAY for a in arrays)
 
     @property
     def span(self) -> tuple[int, int] | None:
@@ -42,13 +64,10 @@ class Source:
         waiting, stored = self.waiting, self.stored
         if waiting is not None:
             return waiting
-        arrays = store.read(stored) if stored is not None else None
+        arrays = store.read(stored, _scratch(stored.nbytes)) if stored is not None else None
         if stored is None or arrays is None:
             return None
         return (unpack_rows if "segments" in stored.meta else unpack_state)(arrays, stored.meta)
-
-    def _arrays(self) -> list[npt.NDArray[Any]]:
-        return list(self.packed[0].values()) if self.packed is not None else []
 
 
 class OnDisk:

@@ -20,6 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from rewarm.errors import RewarmError
 
 from . import files
@@ -258,8 +261,12 @@ class Store:
                 )
         return found.nodes, found.payloads
 
-    def read(self, payload: StoredPayload) -> Arrays | None:
-        """What was written, or None."""
+    def read(
+        self, payload: StoredPayload, scratch: npt.NDArray[np.uint8] | None = None
+    ) -> Arrays | None:
+        """What was written, or None; in `scratch`, where that is given and large enough."""
+        if scratch is not None and len(scratch) < payload.nbytes:
+            scratch = None
         try:
             with self._using() as index:
                 row = self._pending.get(payload.id) or index.payload(payload.id)
@@ -269,7 +276,7 @@ class Store:
             return None
         try:
             if row.intact:
-                return files.read(self._payloads, row.written)
+                return files.read(self._payloads, row.written, scratch)
             self._lose(row, "its row is another")
         except Damaged as damage:
             self._lose(row, str(damage))
@@ -279,6 +286,12 @@ class Store:
             else:
                 log.warning("a payload of %s cannot be read now: %s", self.folder, error)
         return None
+
+    def knows(self, payload: StoredPayload) -> bool:
+        """Whether a payload that could not be read is still there: it may be readable later."""
+        with suppress(StoreError), self._using() as index:
+            return payload.id in self._pending or index.payload(payload.id) is not None
+        return True
 
     def _lose(self, row: PayloadRow, why: str) -> None:
         """Set a damaged payload aside. A row that is damaged itself may name another's file."""
@@ -301,6 +314,11 @@ class Store:
         with self._ids:
             self._last += 1
             return self._last
+
+    def known_namespace(self, digest: str) -> int | None:
+        """The number of a namespace, if there is one."""
+        with self._lock:
+            return next((i for i, s in self._spaces.items() if s.digest == digest), None)
 
     def namespace(self, digest: str, about: dict[str, Any]) -> int:
         """The number of a namespace, made if it is new. `about` is for people, and for `clear`."""

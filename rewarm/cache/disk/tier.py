@@ -11,13 +11,14 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..find import Found, find
 from ..layout import Layout
+from ..lease import Pin
 from ..memory import Held, MemoryTier
 from ..model import Namespace
 from ..payload import PackedState, Rows
@@ -27,7 +28,7 @@ from ..tree import WIDTH, Checkpoint, ChunkTree, Node, Origin, Tree
 from .codec import pack_rows, pack_state
 from .source import OnDisk, Source
 from .store import Store, StoredNode
-from .writer import Job, Row, Writer
+from .writer import Job, Row, Undo, Writer
 
 log = logging.getLogger("rewarm")
 
@@ -86,10 +87,10 @@ class DiskTier:
 
     def find(
         self, namespace: Namespace, chunked: bool, data: bytes, length: int, cuts: list[int]
-    ) -> Found:
-        self._drop_failed()
-        tree = self._tree(namespace, chunked).tree
-        return find(self.layout, tree, data, length, cuts)
+    ) -> Found | None:
+        self._undo_failed()
+        own = self._known(namespace, chunked)
+        return find(self.layout, own.tree, data, length, cuts) if own is not None else None
 
     def load(self, namespace: Namespace, found: Found, known: int) -> Iterator[Loaded]:
         """The nodes of a path that reach beyond what memory knows, from the first on.
@@ -104,20 +105,37 @@ class DiskTier:
             state = node.checkpoint.state if node.checkpoint and node is found.node else None
             parts = (rows, node.window if windowed else None, state)
             wanted.append((node, [self._read(p) if p is not None else None for p in parts]))
+        # What is put into memory may push other things out of it, down to here.
+        pin = Pin(self._trees[namespace].tree, found.node)
+        pin.take()
+        lost = None
+        try:
+            for node, reads in wanted:
+                got = [r.result() if r is not None else None for r in reads]
+                if any(r is not None and g is None for r, g in zip(reads, got, strict=True)):
+                    lost = node
+                    return
+                self._use(node, is_end=node is found.node)
+                rows, window, state = got
+                yield Loaded(node, rows, window, state)
+        finally:
+            pin.drop()
+            if lost is not None and self._is_gone(lost):
+                self._drop(self._trees[namespace], lost)
+
+    def _use(self, node: Node, is_end: bool) -> None:
         now = int(time.time())
-        for node, reads in wanted:
-            got = [r.result() if r is not None else None for r in reads]
-            if any(r is not None and g is None for r, g in zip(reads, got, strict=True)):
-                self._drop(self._trees[namespace], node)
-                return
-            node.last_used = now
-            node.hits += 1
-            if node.checkpoint is not None and node is found.node:
-                node.checkpoint.last_used, node.checkpoint.hits = now, node.checkpoint.hits + 1
-            self._used.add(node)
-            self.loads += 1
-            rows, window, state = got
-            yield Loaded(node, rows, window, state)
+        node.last_used, node.hits = now, node.hits + 1
+        if node.checkpoint is not None and is_end:
+            node.checkpoint.last_used, node.checkpoint.hits = now, node.checkpoint.hits + 1
+        self._used.add(node)
+        self.loads += 1
+
+    def _is_gone(self, node: Node) -> bool:
+        """Whether a part of a node was damaged; what could only not be read now is kept."""
+        state = node.checkpoint.state if node.checkpoint is not None else None
+        sources = [p.source for p in (node.rows, node.window, state) if isinstance(p, OnDisk)]
+        return any(s.stored is not None and not self.store.knows(s.stored) for s in sources)
 
     def _read(self, part: Any) -> Future[Any]:
         part = part if isinstance(part, OnDisk) else None
@@ -125,9 +143,10 @@ class DiskTier:
 
     # Writing
 
-    def keep(self, namespace: Namespace, chunked: bool, node: Node) -> bool:
+    def keep(self, namespace: Namespace, memory: Tree, node: Node) -> bool:
         """Have a memory node, with all above it, written. False where there is no room for it."""
-        self._drop_failed()
+        chunked = not memory.splits
+        self._undo_failed()
         own = self._tree(namespace, chunked)
         path = list(node.path())[::-1]
         data = b"".join(each.key for each in path)
@@ -140,15 +159,15 @@ class DiskTier:
             upper = self._split(own, upper, shared)
         for each in path:
             if each.end > shared:
-                added = self._add(own, upper, each, max(shared, each.start))
+                added = self._add(own, upper, each, max(shared, each.start), memory)
                 if added is None:
                     return False
                 upper = added
         if self.layout.has_window:
-            self._keep_windows(own, upper, path)
+            self._keep_windows(own, upper, path, memory)
         if node.checkpoint is None:
             return True
-        return self._keep_checkpoint(own, upper, node, node.checkpoint)
+        return self._keep_checkpoint(own, upper, node, node.checkpoint, memory)
 
     def changed(self, tree: Tree, node: Node) -> None:
         """Memory has something new."""
@@ -157,17 +176,27 @@ class DiskTier:
     def keep_fresh(self, namespaces: Mapping[Namespace, Tree], durable: bool) -> bool:
         """Have what is new in memory written; `durable`: only what is sure to be asked for again.
         False where more waits to be written than may."""
+        self._undo_failed()
         names = {id(tree): namespace for namespace, tree in namespaces.items()}
         for node, tree in list(self._fresh.items()):
             if self.writer.full:
                 return False
             namespace = names.get(id(tree))
-            if node.parent is None or namespace is None:
+            if (
+                node.parent is None
+                or namespace is None
+                or (
+                    not node.warm
+                    and self._worth(node, durable)
+                    and self.keep(namespace, tree, node)
+                )
+            ):
                 del self._fresh[node]
-            elif not node.warm and self._worth(node, durable):
-                del self._fresh[node]
-                self.keep(namespace, not tree.splits, node)
         return True
+
+    def gone(self, node: Node) -> None:
+        """Memory has let go of a node."""
+        self._fresh.pop(node, None)
 
     def _worth(self, node: Node, durable: bool) -> bool:
         checkpoint = node.checkpoint
@@ -178,14 +207,15 @@ class DiskTier:
     def demote(self, namespace: Namespace, item: Item) -> None:
         """Memory is about to evict something."""
         if not item.warm and self._worth(item.node, durable=False) and not self.writer.full:
-            self.keep(namespace, not item.tree.splits, item.node)
+            self.keep(namespace, item.tree, item.node)
 
     def touch(self) -> None:
         """Write down what was used, for the next process's retention."""
-        rows = [self._row(own, node) for own in self._trees.values() for node in self._of(own)]
+        for own in self._trees.values():
+            rows = [self._row(own, node) for node in self._used if node in own.ids]
+            if rows:
+                self.writer.put(Job(updates=rows))
         self._used.clear()
-        if rows:
-            self.writer.put(Job(updates=rows))
 
     def wait(self, timeout: float | None = None) -> bool:
         return self.writer.wait(timeout)
@@ -200,12 +230,25 @@ class DiskTier:
         self.account.held = Held()
         self.store.clear(where={"weights": self.about["weights"]})
 
+    def nbytes(self) -> int:
+        """What the store takes on disk."""
+        try:
+            return self.store.bytes()
+        except OSError:
+            return 0
+
     def close(self) -> None:
         self.writer.close()
         self._readers.shutdown()
         self.store.close()
 
     # Trees
+
+    def _known(self, namespace: Namespace, chunked: bool) -> DiskTree | None:
+        """A namespace's tree, if anything was ever stored for it."""
+        if namespace not in self._trees and not self.store.known_namespace(self.digest(namespace)):
+            return None
+        return self._tree(namespace, chunked)
 
     def _tree(self, namespace: Namespace, chunked: bool) -> DiskTree:
         own = self._trees.get(namespace)
@@ -222,7 +265,7 @@ class DiskTier:
 
     def digest(self, namespace: Namespace) -> str:
         """What must be equal, as one text: the weights in full, and not the sample of a process."""
-        parts = {**asdict(namespace), **self.about, "model": self.about["weights"]}
+        parts = {**asdict(namespace), **self.about}
         del parts["name"]
         text = "\n".join(f"{name}={value}" for name, value in sorted(parts.items()))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -244,12 +287,17 @@ class DiskTier:
             parent = nodes.get(row.parent)
             if parent is None or row.start != parent.end:
                 continue
+            if own.tree.child(parent, row.key, 0, len(row.key) // WIDTH) is not None:
+                continue  # a row that should have been removed
+            if self.layout.has_rows and row.rows is None:
+                continue
             origin: Origin = "decode" if row.origin == "decode" else "prefill"
             node = own.tree.add(parent, row.key, origin)
             node.hits, node.last_used = row.hits, int(row.used)
             node.rows = part(row.rows, node.start, node.end)
             node.window = part(row.window, node.start, node.end)
-            if row.kind is not None and row.kind in WEIGHTS:
+            whole = row.state is not None or not self.layout.has_state
+            if row.kind is not None and row.kind in WEIGHTS and whole:
                 state = part(row.state, node.end, node.end)
                 node.checkpoint = Checkpoint(
                     row.kind, state, int(row.used), hits=row.hits, hint=row.hint
@@ -258,7 +306,9 @@ class DiskTier:
             own.ids[node] = row.id
             self.account.count(node)
 
-    def _add(self, own: DiskTree, parent: Node, node: Node, start: int) -> Node | None:
+    def _add(
+        self, own: DiskTree, parent: Node, node: Node, start: int, memory: Tree
+    ) -> Node | None:
         """A node for the tokens of a memory node from `start` on."""
         rows, window = node.rows, node.window
         if start > node.start:
@@ -281,26 +331,30 @@ class DiskTier:
             added.window = OnDisk(next(found), window.start, window.stop)
         own.ids[added] = self.store.next_id()
         self.account.count(added)
-        self._write(Job(payloads=parts, adds=[self._row(own, added)], node=added))
+        undo = Undo("node", added, (memory, node))
+        self.writer.put(Job(payloads=parts, adds=[self._row(own, added)], undo=undo))
         return added
 
-    def _keep_windows(self, own: DiskTree, lower: Node, path: list[Node]) -> None:
+    def _keep_windows(self, own: DiskTree, lower: Node, path: list[Node], memory: Tree) -> None:
         """Windows that came to memory after their rows."""
-        in_memory = {(node.start, node.end): node.window for node in path}
+        in_memory = {(node.start, node.end): node for node in path}
         for each in lower.path():
-            window = in_memory.get((each.start, each.end))
+            source_node = in_memory.get((each.start, each.end))
+            window = source_node.window if source_node is not None else None
             has = each.window.start if each.window is not None else each.end
-            if not isinstance(window, Rows) or window.start >= has:
+            if source_node is None or not isinstance(window, Rows) or window.start >= has:
                 continue
             source = Source(waiting=window, packed=pack_rows(window))
             if self.writer.full or not self._make_room(source.nbytes, [lower]):
                 return
             gone = self._released(each.window)
             self.account.put_window(each, OnDisk(source, window.start, window.stop))
-            self._write(Job([source], updates=[self._row(own, each)], frees=gone, node=each))
+            undo = Undo("window", each, (memory, source_node))
+            rows = [self._row(own, each)]
+            self.writer.put(Job([source], updates=rows, frees=gone, undo=undo))
 
     def _keep_checkpoint(
-        self, own: DiskTree, lower: Node, node: Node, checkpoint: Checkpoint
+        self, own: DiskTree, lower: Node, node: Node, checkpoint: Checkpoint, memory: Tree
     ) -> bool:
         at = lower if lower.end == node.end else self._split(own, lower, node.end)
         known = at.checkpoint
@@ -325,7 +379,8 @@ class DiskTier:
             hint=checkpoint.hint,
         )
         self.account.put_checkpoint(at, kept)
-        self._write(Job(payloads=parts, updates=[self._row(own, at)], node=at))
+        undo = Undo("checkpoint", at, (memory, node)) if parts else None
+        self.writer.put(Job(payloads=parts, updates=[self._row(own, at)], undo=undo))
         return True
 
     def _split(self, own: DiskTree, node: Node, at: int) -> Node:
@@ -335,11 +390,8 @@ class DiskTier:
         self.account.count(node)
         own.ids[upper] = self.store.next_id()
         rows = [self._row(own, upper), self._row(own, node)]
-        self._write(Job(adds=rows[:1], updates=rows[1:], node=upper))
+        self.writer.put(Job(adds=rows[:1], updates=rows[1:]))
         return upper
-
-    def _write(self, job: Job) -> None:
-        self.writer.put(job)
 
     def _row(self, own: DiskTree, node: Node) -> Row:
         parent = own.ids.get(node.parent) if node.parent is not None else None
@@ -361,9 +413,6 @@ class DiskTier:
         state = checkpoint.state if checkpoint is not None else None
         return Row(own.namespace, stored, *(_source(p) for p in (node.rows, node.window, state)))
 
-    def _of(self, own: DiskTree) -> Iterable[Node]:
-        return [node for node in self._used if node in own.ids]
-
     # Limits
 
     def _make_room(self, nbytes: int, holding: list[Node]) -> bool:
@@ -375,8 +424,13 @@ class DiskTier:
             node.pins += 1
         try:
             trees = [own.tree for own in self._trees.values()]
-            self.account.budget = max(self.account.held.total - max(self._lacking(nbytes), 0), 0)
-            self._evictor.make_room(trees, 0, 0, int(time.time()))
+            # What goes may free less than it seems: two nodes may share a file.
+            while (lacking := self._lacking(nbytes)) > 0:
+                before = self._evictor.evictions
+                self.account.budget = max(self.account.held.total - lacking, 0)
+                self._evictor.make_room(trees, 0, 0, int(time.time()))
+                if self._evictor.evictions == before:
+                    break
         finally:
             self.account.budget = UNLIMITED
             for node in holding:
@@ -385,12 +439,19 @@ class DiskTier:
 
     def _lacking(self, nbytes: int) -> int:
         coming = self.writer.waiting - self.writer.freeing
-        return nbytes + MARGIN + coming - self.store.room()
+        try:
+            return nbytes + MARGIN + coming - self.store.room()
+        except OSError:  # the folder is gone, or the store is broken: there is no room at all
+            return UNLIMITED
 
     def _drop_strangers(self, nbytes: int) -> None:
         """What other models have here goes first, the longest unused before others."""
-        own = {tree.namespace for tree in self._trees.values()}
-        strangers = [n for n in self.store.namespaces() if n.id not in own and n.bytes]
+        ours = self.about["weights"]
+        try:
+            known = self.store.namespaces()
+        except OSError:
+            return
+        strangers = [n for n in known if n.about.get("weights") != ours and n.bytes]
         for each in sorted(strangers, key=lambda n: n.used):
             if self._lacking(nbytes) <= 0:
                 return
@@ -406,7 +467,7 @@ class DiskTier:
             number = own.ids.pop(node)
             self._used.discard(node)
             gone = self._released(node.rows, node.window, state)
-            self._write(Job(removes=[number], frees=gone))
+            self.writer.put(Job(removes=[number], frees=gone))
             return
         # The row goes on without it, in the same transaction.
         row = self._row(own, node)
@@ -416,7 +477,7 @@ class DiskTier:
         else:
             row = replace(row, window=None)
             gone = self._released(node.window)
-        self._write(Job(updates=[row], frees=gone))
+        self.writer.put(Job(updates=[row], frees=gone))
 
     def _released(self, *parts: Any) -> list[Source]:
         """The payloads that no node has any more."""
@@ -425,15 +486,28 @@ class DiskTier:
             source.users -= 1
         return [source for source in sources if source.users <= 0]
 
-    def _drop_failed(self) -> None:
-        """What could not be written was never there."""
-        for node in self.writer.take_failed():
-            for own in self._trees.values():
-                if node in own.ids:
-                    self._drop(own, node)
+    def _undo_failed(self) -> None:
+        """What could not be written was never there, and is to be written another time."""
+        for undo in self.writer.take_failed():
+            tree, kept = undo.memory
+            if kept.parent is not None:
+                self._fresh[kept] = tree
+            own = next((o for o in self._trees.values() if undo.node in o.ids), None)
+            if own is None:
+                continue
+            if undo.what == "node":
+                self._drop(own, undo.node)
+            elif undo.what == "checkpoint" and undo.node.checkpoint is not None:
+                self._released(undo.node.checkpoint.state)
+                self.account.put_checkpoint(undo.node, None)
+            elif undo.what == "window":
+                self._released(undo.node.window)
+                self.account.put_window(undo.node, None)
 
     def _drop(self, own: DiskTree, node: Node) -> None:
         """Forget a node and all below it."""
+        if node not in own.ids:
+            return
         below = [node]
         for each in below:
             below.extend(each.children.values())
@@ -447,7 +521,7 @@ class DiskTier:
             if number is not None:
                 removes.append(number)
             own.tree.remove(each)
-        self._write(Job(removes=removes, frees=frees))
+        self.writer.put(Job(removes=removes, frees=frees))
 
 
 def _source(part: Any) -> Source | None:

@@ -28,7 +28,10 @@ def weights_digest(model: Any, source: str | None, adapter: str, folder: Path) -
         return digest.hexdigest()
     memo = _Memo(folder / MEMO)
     for place in (source, adapter):
-        for path in sorted({p for kind in KINDS for p in Path(place).glob(kind)} if place else ()):
+        found = {p for kind in KINDS for p in Path(place).glob(kind)} if place else set()
+        if place == source and not any(p.suffix == ".safetensors" for p in found):
+            return weights_digest(model, None, adapter, folder)
+        for path in sorted(found):
             digest.update(f"{path.name} {memo.digest(path)}".encode())
     memo.save()
     return digest.hexdigest()

@@ -7,11 +7,13 @@ import sqlite3
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from rewarm.errors import RewarmError
 
-from ..tree import Node
+from ..tree import Node, Tree
 from .source import Source
 from .store import (
     AddNode,
@@ -47,7 +49,19 @@ class Row:
             source.stored.id if source is not None and source.stored is not None else None
             for source in (self.rows, self.window, self.state)
         ]
-        return replace(self.node, rows=numbers[0], window=numbers[1], state=numbers[2])
+        # A checkpoint whose state could not be written is none.
+        lost = self.state is not None and numbers[2] is None
+        kind = None if lost else self.node.kind
+        return replace(self.node, kind=kind, rows=numbers[0], window=numbers[1], state=numbers[2])
+
+
+@dataclass(frozen=True)
+class Undo:
+    what: Literal["node", "checkpoint", "window"]
+    node: Node
+    """In the disk's tree."""
+    memory: tuple[Tree, Node]
+    """Where it came from, to be written another time."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +73,9 @@ class Job:
     updates: list[Row] = field(default_factory=list)
     removes: list[int] = field(default_factory=list)
     frees: list[Source] = field(default_factory=list)
-    node: Node | None = None
-    """What is not there after all where this fails."""
+    undo: Undo | None = None
+    """What is not there after all where this fails. A job without payloads has none: it is tried
+    again."""
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +96,7 @@ class Writer:
         self.freeing = 0
         self._busy = False
         self._closed = False
-        self._failed: list[Node] = []
+        self._failed: list[Undo] = []
         self._lost: set[int] = set()
         self._paused_until = 0.0
         self._changed = threading.Condition()
@@ -107,7 +122,7 @@ class Writer:
             self.freeing += job.frees_nbytes
             self._changed.notify_all()
 
-    def take_failed(self) -> list[Node]:
+    def take_failed(self) -> list[Undo]:
         with self._changed:
             failed, self._failed = self._failed, []
             return failed
@@ -138,23 +153,33 @@ class Writer:
                 job = self._jobs.popleft()
                 self._busy = True
             size, freed = job.nbytes, job.frees_nbytes
-            try:
-                self._do(job)
-            except (OSError, RewarmError, sqlite3.Error) as error:
-                self._fail(job, error)
-            except Exception as error:  # the thread outlives whatever it stumbles over
-                log.exception("writing to the disk tier failed")
-                self._fail(job, error)
+            while not self._done(job):
+                # The index must come to what the tree is: it has no other way back.
+                with self._changed:
+                    if self._changed.wait_for(lambda: self._closed, PAUSE):
+                        break
             with self._changed:
-                self.waiting = max(self.waiting - size, 0)
-                self.freeing = max(self.freeing - freed, 0)
+                self.waiting -= size
+                self.freeing -= freed
                 self._busy = False
+                if not self._jobs:
+                    self.waiting = self.freeing = 0
                 self._changed.notify_all()
 
+    def _done(self, job: Job) -> bool:
+        """Whether there is nothing left to do for a job, be it that it failed for good."""
+        try:
+            self._do(job)
+        except Exception as error:  # the thread outlives whatever it stumbles over
+            if not isinstance(error, (OSError, RewarmError, sqlite3.Error)):
+                log.exception("writing to the disk tier failed")
+            self._fail(job, error)
+            return job.undo is not None or self.store.broken
+        return True
+
     def _do(self, job: Job) -> None:
-        lost = {row.node.parent for row in job.adds} | {row.node.id for row in job.updates}
-        if lost & self._lost:
-            raise OSError("what it belongs to was not written")
+        if self._lost:
+            job = self._without_lost(job)
         changes: list[Change] = []
         for source in job.payloads:
             if source.packed is None:
@@ -176,11 +201,28 @@ class Writer:
         for source in job.payloads:
             source.waiting = source.packed = None
 
+    def _without_lost(self, job: Job) -> Job:
+        """What belongs to a node that was never written is not there either."""
+        adds = [row for row in job.adds if row.node.parent not in self._lost]
+        updates = [row for row in job.updates if not {row.node.id, row.node.parent} & self._lost]
+        if len(adds) + len(updates) < len(job.adds) + len(job.updates):
+            if job.payloads:
+                raise OSError("what it belongs to was not written")
+            self._lost.update(row.node.id for row in job.adds if row not in adds)
+        return replace(job, adds=adds, updates=updates)
+
     def _fail(self, job: Job, error: Exception) -> None:
+        written = [s.stored.id for s in job.payloads if s.stored is not None]
+        if written:
+            with suppress(OSError, RewarmError, sqlite3.Error):
+                self.store.remove_payloads(written)
+            for source in job.payloads:
+                source.stored = None
         if not self.paused:
             log.warning("the disk tier writes nothing for %d s: %s", PAUSE, error)
         self._paused_until = time.monotonic() + PAUSE
+        if job.undo is None:
+            return
         with self._changed:
             self._lost.update(row.node.id for row in job.adds)
-            if job.node is not None:
-                self._failed.append(job.node)
+            self._failed.append(job.undo)

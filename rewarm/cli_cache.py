@@ -66,13 +66,13 @@ def ls(disk: Disk) -> None:
         for each in sorted(store.namespaces(), key=lambda n: -n.used):
             about = each.about
             table.add_row(
-                each.digest[:12],
-                str(about.get("name", "")),
-                str(about.get("salt", ""))[:12] or "-",
+                each.digest[:8],
+                Path(str(about.get("name", ""))).name.removeprefix("mlx_lm.models."),
+                str(about.get("salt", ""))[:8] or "-",
                 str(about.get("grid", "")),
                 decimal(each.bytes),
                 f"{each.nodes:,}",
-                time.strftime("%Y-%m-%d %H:%M", time.localtime(each.used)),
+                time.strftime("%b %d %H:%M", time.localtime(each.used)),
             )
         Console().print(table)
 

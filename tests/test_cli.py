@@ -14,6 +14,10 @@ import httpx
 import pytest
 
 import rewarm
+from rewarm.cache import PrefixCache
+
+from . import zoo
+from .support import prompt, run
 
 
 def rewarm_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -107,3 +111,29 @@ def test_serve_gives_a_page_and_a_line_to_paste(tmp_path: Path) -> None:
             os.kill(process.pid, signal.SIGINT)
         assert process.wait(30) == 0
     assert len([line for line in log.read_text().splitlines() if "200 chat" in line]) <= 1
+
+
+def test_what_a_disk_tier_holds_can_be_seen_checked_and_deleted(tmp_path: Path) -> None:
+    model, asked = zoo.tiny("llama"), prompt(100)
+    cache = PrefixCache(model, memory="64MB", disk=str(tmp_path), chunk=32)
+    for salt in (None, "tenant"):
+        run(model, cache, asked, salt=salt)
+    held = rewarm_cli("cache", "stats", "--disk", str(tmp_path))
+    assert held.returncode == 2
+    assert str(os.getpid()) in held.stderr
+    cache.close()
+
+    assert "2 namespaces" in rewarm_cli("cache", "stats", "--disk", str(tmp_path)).stdout
+    assert "llama" in rewarm_cli("cache", "ls", "--disk", str(tmp_path)).stdout
+    assert "all sound" in rewarm_cli("cache", "verify", "--disk", str(tmp_path)).stdout
+    some = next(tmp_path.rglob("*.safetensors"))
+    some.write_bytes(b"x" * some.stat().st_size)
+    damaged = rewarm_cli("cache", "verify", "--disk", str(tmp_path))
+    assert damaged.returncode == 1
+    assert "1 damaged" in damaged.stdout
+    assert rewarm_cli("cache", "clear", "--disk", str(tmp_path), "--namespace", "x").returncode == 2
+    cleared = rewarm_cli("cache", "clear", "--disk", str(tmp_path), "--salt", "tenant")
+    assert "deleted" in cleared.stdout
+    assert rewarm_cli("cache", "clear", "--disk", str(tmp_path)).returncode == 0
+    assert not list(tmp_path.rglob("*.safetensors"))
+    assert rewarm_cli("cache", "ls", "--disk", str(tmp_path / "none")).returncode == 2

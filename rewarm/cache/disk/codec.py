@@ -1,9 +1,12 @@
-"""Payloads as named numpy arrays and a description of them in JSON, and back.
+"""Payloads as named numpy arrays, and back.
 
-What comes back is checked by whoever uses it: a form that does not fit the model is a miss."""
+How they lie is described in JSON, in an array of its own: only the span of rows is for the index,
+which is read as a whole at every start. What comes back is checked by whoever uses it: a form that
+does not fit the model is a miss."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +19,7 @@ from ..payload import PackedState, Packing, Rows, RowShape, Segment, Slot
 Arrays = dict[str, npt.NDArray[Any]]
 Meta = dict[str, Any]
 
+DESCRIPTION = "description"
 WHOLE = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 PLAIN = ("bool_", "complex64", "float16", "float32", "float64", *WHOLE)
 DTYPES: dict[str, mx.Dtype] = {name.rstrip("_"): getattr(mx, name) for name in (*PLAIN, "bfloat16")}
@@ -28,15 +32,19 @@ def pack_rows(rows: Rows) -> tuple[Arrays, Meta]:
         for j, array in enumerate(segment.arrays):
             arrays[f"{i}.{j}"] = _to_numpy(array)
     packing = rows.packing
-    return arrays, {
-        "shapes": [[s.heads, s.width, NAMES[str(s.dtype)]] for s in packing.shapes],
-        "counts": list(packing.counts),
-        "segments": [[s.start, s.stop] for s in rows.segments],
-        "dtypes": [NAMES[str(a.dtype)] for a in rows.segments[0].arrays],
-    }
+    arrays[DESCRIPTION] = _text(
+        {
+            "shapes": [[s.heads, s.width, NAMES[str(s.dtype)]] for s in packing.shapes],
+            "counts": list(packing.counts),
+            "segments": [[s.start, s.stop] for s in rows.segments],
+            "dtypes": [NAMES[str(a.dtype)] for a in rows.segments[0].arrays],
+        }
+    )
+    return arrays, {"span": [rows.start, rows.stop]}
 
 
-def unpack_rows(arrays: Mapping[str, npt.NDArray[Any]], meta: Meta) -> Rows:
+def unpack_rows(arrays: Mapping[str, npt.NDArray[Any]]) -> Rows:
+    meta = json.loads(arrays[DESCRIPTION].tobytes())
     shapes = tuple(RowShape(h, w, DTYPES[name]) for h, w, name in meta["shapes"])
     dtypes = meta["dtypes"]
     segments = tuple(
@@ -54,13 +62,19 @@ def unpack_rows(arrays: Mapping[str, npt.NDArray[Any]], meta: Meta) -> Rows:
 def pack_state(state: PackedState) -> tuple[Arrays, Meta]:
     arrays = {str(i): _to_numpy(array) for i, array in enumerate(state.arrays)}
     dtypes = [NAMES[str(a.dtype)] for a in state.arrays]
-    return arrays, {"skeleton": _described(state.skeleton), "dtypes": dtypes}
+    arrays[DESCRIPTION] = _text({"skeleton": _described(state.skeleton), "dtypes": dtypes})
+    return arrays, {}
 
 
-def unpack_state(arrays: Mapping[str, npt.NDArray[Any]], meta: Meta) -> PackedState:
+def unpack_state(arrays: Mapping[str, npt.NDArray[Any]]) -> PackedState:
+    meta = json.loads(arrays[DESCRIPTION].tobytes())
     found = tuple(_to_mlx(arrays[str(i)], dtype) for i, dtype in enumerate(meta["dtypes"]))
     mx.eval(found)
     return PackedState(_restored(meta["skeleton"]), found)
+
+
+def _text(value: Meta) -> npt.NDArray[Any]:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
 def _to_numpy(array: mx.array) -> npt.NDArray[Any]:

@@ -56,8 +56,8 @@ class Source:
         meta = (
             self.stored.meta if self.stored is not None else self.packed[1] if self.packed else {}
         )
-        segments = meta.get("segments")
-        return (segments[0][0], segments[-1][1]) if segments else None
+        span = meta.get("span")
+        return (span[0], span[1]) if span else None
 
     def load(self, store: Store) -> Rows | PackedState | None:
         """From where it waits, or from its file; None where that is damaged or gone."""
@@ -67,7 +67,7 @@ class Source:
         arrays = store.read(stored, _scratch(stored.nbytes)) if stored is not None else None
         if stored is None or arrays is None:
             return None
-        return (unpack_rows if "segments" in stored.meta else unpack_state)(arrays, stored.meta)
+        return unpack_rows(arrays) if "span" in stored.meta else unpack_state(arrays)
 
 
 class OnDisk:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PROMPT = r"(?:^|\n)> $"
@@ -29,6 +29,16 @@ class Terminal:
         self.until(PROMPT)
         time.sleep(0.2)  # shown a moment before keys are listened to
         self.type(keys)
+
+    def insist(self, keys: str, expected: str) -> None:
+        """Type until it is seen: a key that comes while the line editor starts may be lost."""
+        deadline = time.monotonic() + 60
+        while not re.search(expected, self._seen) and time.monotonic() < deadline:
+            self.type(keys)
+            with suppress(AssertionError):
+                self.until(expected, seconds=2)
+                return
+        self.until(expected, seconds=0)
 
     def enter(self, line: str) -> None:
         self.at_the_prompt(f"{line}\r")
@@ -114,8 +124,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
         time.sleep(1.5)
         terminal.type("\x03")
         terminal.until(r"· [\d,]+ written")
-        terminal.at_the_prompt("\x03")
-        terminal.until("leaves")
+        terminal.until(PROMPT)
+        terminal.insist("\x03", "leaves")
         # Arrow up brings the question back.
         terminal.at_the_prompt("\x1b[A")
         terminal.until("talk for ever")

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -440,4 +441,25 @@ def test_asking_leaves_no_trace_on_disk(tmp_path: Path) -> None:
         cache.match(prompt(50), salt=f"tenant {number}")
     assert cache.disk is not None
     assert cache.disk.store.namespaces() == []
+    cache.close()
+
+
+def test_a_disk_that_never_takes_anything_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, vocabulary = zoo.tiny("llama"), zoo.vocabulary("llama")
+    first = prompt(120, 1, vocabulary)
+    cache = cache_on(tmp_path, model)
+    run(model, cache, first)
+    cache.flush()
+    assert cache.disk is not None
+    store = cache.disk.store
+    monkeypatch.setattr(store, "commit", Failing(store.commit, times=1_000_000))
+    run(model, cache, joined(first[:70], prompt(40, 2, vocabulary)))  # splits what is on disk
+    ended = threading.Thread(target=cache.close, daemon=True)
+    ended.start()
+    ended.join(20)
+    assert not ended.is_alive()
+    cache = cache_on(tmp_path, model)
+    assert cache.match(first).resume == len(first) - 1
     cache.close()

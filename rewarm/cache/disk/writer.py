@@ -95,6 +95,8 @@ class Writer:
         """Bytes to be written, and bytes that will be free."""
         self.freeing = 0
         self._busy = False
+        self._stuck = False
+        """Whether a job that must be done waits for the disk to take it."""
         self._closed = False
         self._failed: list[Undo] = []
         self._lost: set[int] = set()
@@ -128,9 +130,11 @@ class Writer:
             return failed
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until all that was put is durable."""
+        """Until all that was put is durable, or the disk refuses."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout)
+            return self._changed.wait_for(
+                lambda: self._stuck or (not self._jobs and not self._busy), timeout
+            )
 
     def clear(self) -> None:
         """Forget what waits."""
@@ -156,12 +160,14 @@ class Writer:
             while not self._done(job):
                 # The index must come to what the tree is: it has no other way back.
                 with self._changed:
+                    self._stuck = True
+                    self._changed.notify_all()
                     if self._changed.wait_for(lambda: self._closed, PAUSE):
                         break
             with self._changed:
                 self.waiting -= size
                 self.freeing -= freed
-                self._busy = False
+                self._busy = self._stuck = False
                 if not self._jobs:
                     self.waiting = self.freeing = 0
                 self._changed.notify_all()

@@ -173,6 +173,7 @@ def rounded(model: Any) -> dict[str, torch.Tensor]:
 
 
 def export(model: Any, out: Path, device: str) -> None:
+    torch.set_float32_matmul_precision("highest")
     shipped = rounded(model)
     save_file(shipped, out / "model.safetensors", metadata={"format": "mlx"})
     text = {"model_type": "qwen3_5_text", **CONFIG}

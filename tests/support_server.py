@@ -17,11 +17,11 @@ from mlx_lm.tool_parsers import json_tools
 from rewarm import PrefixCache
 from rewarm.api.options import ServerOptions
 from rewarm.api.serve import Server, serve
-from rewarm.demo import tiny_model, tiny_tokenizer
 from rewarm.engine.engine import Engine, EngineOptions, Loaded
 from rewarm.engine.request import Request
 
 from .support import Counted
+from .tiny import tiny_model, tiny_tokenizer
 
 END = "<|end|>"
 
@@ -108,12 +108,17 @@ class Running:
 
 
 def started_engine(
-    tokenizer: Any = None, *, model: Any = None, reuse: Any = "fast", **options: Any
+    tokenizer: Any = None,
+    *,
+    model: Any = None,
+    reuse: Any = "fast",
+    memory: str = "64MB",
+    **options: Any,
 ) -> tuple[ScriptedEngine, Counted]:
     model = Counted(model or tiny_model())
 
     def load() -> Loaded:
-        cache = PrefixCache(model, memory="64MB", chunk=64, reuse=reuse)
+        cache = PrefixCache(model, memory=memory, chunk=64, reuse=reuse)
         return Loaded(model, tokenizer or tool_tokenizer(), cache)
 
     engine = ScriptedEngine(load, EngineOptions(**options))

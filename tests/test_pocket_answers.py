@@ -4,6 +4,7 @@ Its right answers depend on the exact prompt, so a state that is not this prompt
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import rewarm
 from rewarm.cache.payload import PackedState
 from rewarm.pocket.evaluate import LONGEST_ANSWER, Question, questions
+from rewarm.pocket.skills import Step, Turn
 from rewarm.prompt import Answer, Message
 
 from .support_server import Running, running
@@ -88,11 +90,32 @@ def with_answers(pocket: Any, found: Iterable[Question]) -> list[Asked]:
 
 def answers(pocket: Any, question: Question) -> list[Alone]:
     again = Question(question.world, question.turn)
-    found = []
+    found: list[Alone] = []
     while True:
-        found.append(alone(pocket, again.messages(), again.world.schemas()))
+        step = question.turn.steps[len(found)]
+        messages, tools = again.messages(), again.world.schemas()
+        found.append(says(pocket, messages, tools, step) or alone(pocket, messages, tools))
         if not again.take(taken(found[-1].said)):
             return found
+
+
+def says(pocket: Any, messages: list[Message], tools: list[Any] | None, step: Step) -> Alone | None:
+    """The right answer, where a single run gives it: each token of it is the likeliest after those
+    before. One pass over all of it shows that, and costs less than writing it."""
+    model, tokenizer = pocket
+    prompt = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
+    right = Turn("", "", (step,)).messages()[1]
+    whole = tokenizer.apply_chat_template([*messages, right], tools=tools)
+    end = len(prompt) + whole[len(prompt) :].index(tokenizer.eos_token_id) + 1
+    assert whole[: len(prompt)] == prompt
+    logits = model(mx.array(whole[: end - 1])[None])[0, len(prompt) - 1 :]
+    if mx.argmax(logits, axis=-1).tolist() != whole[len(prompt) : end]:
+        return None
+    best = mx.topk(logits, 2, axis=-1)
+    calls = ((step.call.name, json.dumps(step.call.arguments)),) if step.call else ()
+    return Alone(
+        Said(step.thinking, step.text, calls), mx.abs(best[:, 0] - best[:, 1]).min().item()
+    )
 
 
 def alone(pocket: Any, messages: list[Message], tools: list[Any] | None) -> Alone:
@@ -110,8 +133,12 @@ def alone(pocket: Any, messages: list[Message], tools: list[Any] | None) -> Alon
             break
         answer.add(int(token))
     answer.finish()
-    calls = tuple((c["function"]["name"], c["function"]["arguments"]) for c in answer.calls)
+    calls = tuple(_call(call["function"]) for call in answer.calls)
     return Alone(Said(answer.reasoning, answer.text, calls), margin)
+
+
+def _call(function: Any) -> tuple[str, str]:
+    return function["name"], json.dumps(json.loads(function["arguments"]))
 
 
 @dataclass(frozen=True)
@@ -136,7 +163,7 @@ def over_http(client: openai.OpenAI, asked: Asked) -> Result:
         said = Said(
             message.reasoning_content or "",
             message.content or "",
-            tuple((f.name, f.arguments) for f in functions),
+            tuple(_call(function.model_dump()) for function in functions),
         )
         goes_on = question.take(taken(said))
         if said != expected.said:

@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from .disk.tier import DiskTier, Loaded
-from .find import Found
+from .find import Found, Query
 from .layout import Layout
-from .lease import Pin
 from .memory import MemoryTier
 from .model import Namespace
 from .payload import Rows
+from .pins import Pin
 from .retention import Evictor, Item
-from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Tokens, Tree, encode
+from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Tree
 
 log = logging.getLogger("rewarm")
 
@@ -121,37 +121,27 @@ class Below:
     promoter: Promoter
     trees: Mapping[Namespace, Tree]
 
-    def find(
-        self, namespace: Namespace, tree: Tree, prompt: Tokens, cuts: list[int]
-    ) -> Found | None:
+    def find(self, query: Query) -> Found | None:
         """What the disk tier could give."""
         try:
-            return self.disk.find(namespace, not tree.splits, encode(prompt), len(prompt), cuts)
+            return self.disk.find(query)
         except OSError:
             return None  # a store that is broken has said so
         except Exception:
             log.exception("the disk tier could not be asked; it is left alone")
             return None
 
-    def bring_up(
-        self,
-        found: Found,
-        namespace: Namespace,
-        tree: Tree,
-        prompt: Tokens,
-        cuts: list[int],
-        now: int,
-    ) -> bool:
+    def bring_up(self, found: Found, query: Query, now: int) -> bool:
         """Load what reaches further than memory's match, if anything does."""
-        below = self.find(namespace, tree, prompt, cuts)
+        below = self.find(query)
         if below is None or below.at <= found.at:
             return False
-        data = encode(prompt[: below.at])
-        inside = [cut for cut in cuts if cut <= below.at]
+        tree, data = query.tree, query.data[: below.at * WIDTH]
+        inside = [cut for cut in query.cuts if cut <= below.at]
         known = tree.walk(data, inside)
         try:
             have = known.shared if tree.splits else known.node.end
-            loaded = self.disk.load(namespace, below, have)
+            loaded = self.disk.load(query.namespace, below, have)
             self.promoter.promote(tree, data, inside, loaded, now)
         except Exception:
             log.exception("a prefix could not be loaded from disk; it is computed again")

@@ -16,12 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..find import Found, find
+from ..find import Found, Query, find
 from ..layout import Layout
-from ..lease import Pin
 from ..memory import Held, MemoryTier
 from ..model import Namespace
 from ..payload import PackedState, Rows
+from ..pins import Pin
 from ..placement import WEIGHTS
 from ..retention import Evictor, Item, Retention
 from ..tree import WIDTH, Checkpoint, ChunkTree, Node, Origin, Tree
@@ -85,12 +85,10 @@ class DiskTier:
 
     # Reading
 
-    def find(
-        self, namespace: Namespace, chunked: bool, data: bytes, length: int, cuts: list[int]
-    ) -> Found | None:
+    def find(self, query: Query) -> Found | None:
         self._undo_failed()
-        own = self._known(namespace, chunked)
-        return find(self.layout, own.tree, data, length, cuts) if own is not None else None
+        own = self._known(query.namespace, chunked=not query.tree.splits)
+        return find(self.layout, replace(query, tree=own.tree)) if own is not None else None
 
     def load(self, namespace: Namespace, found: Found, known: int) -> Iterator[Loaded]:
         """The nodes of a path that reach beyond what memory knows, from the first on.

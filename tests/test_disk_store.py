@@ -26,15 +26,16 @@ import numpy as np
 import pytest
 import xxhash
 
-from rewarm.cache.disk import files, store
+from rewarm.cache.disk import files, sweep
 from rewarm.cache.disk.files import Written
-from rewarm.cache.disk.index import PayloadRow
-from rewarm.cache.disk.store import (
+from rewarm.cache.disk.guard import SUSPECT
+from rewarm.cache.disk.index import FORMAT
+from rewarm.cache.disk.records import (
     AddNode,
     AddPayload,
+    PayloadRow,
     RemoveNode,
     RemovePayload,
-    Store,
     StoreBroken,
     StoredNode,
     StoredPayload,
@@ -42,7 +43,9 @@ from rewarm.cache.disk.store import (
     StoreHeld,
     StoreUnusable,
     UpdateNode,
+    Verified,
 )
+from rewarm.cache.disk.store import Store
 from rewarm.errors import RewarmError
 
 SOAK = os.environ.get("REWARM_SOAK") == "1"
@@ -115,7 +118,7 @@ def on_disk(folder: Path) -> list[Path]:
 
 
 def file_of(kept: Store, payload: StoredPayload) -> Path:
-    with kept._using() as index:
+    with kept.guard.using() as index:
         row = kept._pending.get(payload.id) or index.payload(payload.id)
     assert row is not None
     return Path(files.place(kept._payloads, row.written.name))
@@ -208,7 +211,7 @@ def test_nodes_come_back_parents_first_with_every_column(folder: Path) -> None:
         assert nodes == [upper, node_of(middle, 4, None, top), lower]
         assert payloads == {first.id: first, second.id: second}
         assert same(kept.read(second), content(2))
-        assert kept.verify() == store.Verified(3, 2, first.nbytes + second.nbytes, 0, 0, 0)
+        assert kept.verify() == Verified(3, 2, first.nbytes + second.nbytes, 0, 0, 0)
 
 
 def test_numbers_that_are_numpys_come_back_as_plain_ones(kept: Store) -> None:
@@ -450,7 +453,7 @@ def test_a_file_is_synced_before_it_has_its_name(
     kept.put_payload(content(1), {})
     wanted = ["sync file", "rename .tmp .safetensors", "sync folder"]
     assert calls[-3:] == wanted
-    with kept._using() as index:
+    with kept.guard.using() as index:
         assert index._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert index._db.execute("PRAGMA synchronous").fetchone() == (2,)
 
@@ -464,9 +467,9 @@ def test_leftovers_of_a_kill_go_in_the_background(
         waiting = file_of(kept, kept.put_payload(content(2), {}))
         (known.parent / ("0" * 32 + ".tmp")).write_bytes(b"half")
         (known.parent / "note.txt").write_text("not ours")
-    monkeypatch.setattr(store, "SWEEP_AFTER", 0.0)
+    monkeypatch.setattr(sweep, "SWEEP_AFTER", 0.0)
     with opened(folder) as kept:
-        kept._sweeper.join(10)
+        kept.sweeper.thread.join(10)
         assert on_disk(folder) == sorted([known, known.parent / "note.txt"])
         assert not waiting.exists()
 
@@ -478,7 +481,7 @@ def test_the_sweep_leaves_what_is_being_written(folder: Path) -> None:
 
         def sweep() -> None:
             while not stop.is_set():
-                kept._remove_orphans(kept._orphans())
+                kept.sweeper.remove(kept.sweeper.find())
 
         sweeper = threading.Thread(target=sweep)
         sweeper.start()
@@ -718,7 +721,7 @@ def garbage(folder: Path) -> None:
 
 def other_format(folder: Path) -> None:
     with sqlite3.connect(folder / "index.sqlite") as db:
-        db.execute(f"PRAGMA user_version = {store.FORMAT + 1}")
+        db.execute(f"PRAGMA user_version = {FORMAT + 1}")
     db.close()
 
 
@@ -745,7 +748,7 @@ INDEX_DAMAGE: dict[str, Callable[[Path], None]] = {
     "truncated": lambda f: cut(f / "index.sqlite", (f / "index.sqlite").stat().st_size // 2 + 9),
     "another format": other_format,
     "other tables": other_tables,
-    "found damaged while in use": lambda f: (f / store.SUSPECT).touch(),
+    "found damaged while in use": lambda f: (f / SUSPECT).touch(),
     "a chain of pages that ends too early": lost_chain,
     "zeros in the middle": lambda f: zero(f / "index.sqlite", 8192, 40_000),
 }
@@ -772,7 +775,7 @@ def test_an_index_that_cannot_be_used_is_set_aside(
         assert kept.namespaces() == []
         assert kept.nodes(kept.namespace("one", ABOUT)) == ([], {})
         _, payload = add(kept, kept.namespace("one", ABOUT), 1)
-        kept._sweeper.join(10)
+        kept.sweeper.thread.join(10)
         assert on_disk(folder) == [file_of(kept, payload)]
         assert any("index" in path.name for path in (folder / "quarantine").iterdir())
         assert kept.verify().clean
@@ -799,7 +802,7 @@ def test_damage_found_in_use_silences_the_store(
     space = kept.namespace("one", ABOUT)
     payloads = [add(kept, space, n)[1] for n in range(200)]
     kept.checkpoint()
-    with kept._using() as index:
+    with kept.guard.using() as index:
         index._db.execute("PRAGMA shrink_memory")
     index_file = folder / "index.sqlite"
     with index_file.open("r+b") as file:
@@ -807,7 +810,7 @@ def test_damage_found_in_use_silences_the_store(
         file.write(os.urandom(index_file.stat().st_size - 8192))
     with caplog.at_level(logging.WARNING, "rewarm"), pytest.raises(StoreBroken):
         kept.nodes(space)
-    assert kept.broken
+    assert kept.guard.broken
     for call in (
         lambda: kept.nodes(space),
         lambda: kept.commit(space, []),
@@ -905,7 +908,7 @@ def test_a_disk_that_fills_up_loses_nothing_and_goes_on(small_disk: Path) -> Non
             kept.commit(space, [AddNode(replace(node, id=kept.next_id()))])
 
         assert until_refused(more) == errno.ENOSPC
-        assert not kept.broken
+        assert not kept.guard.broken
         for n, (_, payload) in enumerate(made):
             assert same(kept.read(payload), content(n))
         (small_disk / "somebody's").unlink()
@@ -1176,7 +1179,7 @@ def test_a_large_index_opens_in_a_few_queries(folder: Path) -> None:
     count = 100_000 if SOAK else 20_000
     with opened(folder, limit=1 << 40) as kept:
         space = kept.namespace("one", ABOUT)
-        with kept._using() as index, index.transaction():
+        with kept.guard.using() as index, index.transaction():
             above = None
             for n in range(count):
                 id, file = kept.next_id(), kept.next_id()

@@ -7,15 +7,12 @@ match it is damaged, whatever it looks like.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import math
 import os
 import re
 import secrets
-import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,8 +50,6 @@ ALIGNED = 64
 """Where the data begins, so that arrays are aligned for every dtype."""
 BLOCK = 1 << 20
 """Bytes that are checked while they are still in the processor's cache."""
-QUARANTINE_SHARE = 8
-"""The quarantine keeps at most this part of the store's limit; the oldest goes first."""
 
 
 class Damaged(Exception):
@@ -236,95 +231,6 @@ def size_of(path: Path | str) -> int:
         return 0
 
 
-class Quarantine:
-    """Where damaged files go, for people to look at: never read again, and never much."""
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder = folder
-        self.limit = limit // QUARANTINE_SHARE
-        make_folder(folder)
-        self.nbytes = sum(size_of(path) for path in folder.iterdir())
-
-    def take(self, *paths: Path) -> str:
-        """Move files here; returns what was done with them."""
-        with suppress(OSError):
-            make_folder(self.folder)
-        stamp = f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
-        done = "there is nothing left of it"
-        for path in paths:
-            try:
-                os.rename(path, self.folder / f"{stamp}-{path.name}")
-                done = f"moved to {self.folder.name}/"
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                done = (
-                    f"it cannot be moved to {self.folder.name}/ ({os.strerror(error.errno or 0)})"
-                )
-                with suppress(OSError):
-                    path.unlink()
-                    done = "removed"
-        self._shrink(self.limit)
-        return done
-
-    def clear(self) -> None:
-        self._shrink(-1)
-
-    def _shrink(self, limit: int) -> None:
-        try:
-            files = sorted(self.folder.iterdir())
-        except OSError:
-            files = []
-        sizes = [size_of(path) for path in files]
-        self.nbytes = sum(sizes)
-        for path, size in zip(files, sizes, strict=True):
-            if self.nbytes <= limit:
-                break
-            with suppress(OSError):
-                path.unlink()
-                self.nbytes -= size
-
-
 def is_damage(error: OSError) -> bool:
     """A bad block is damage; too many open files, or a folder that went away, is not."""
     return error.errno in (errno.ENOENT, errno.EIO, errno.EISDIR)
-
-
-class Held(Exception):
-    """A folder that another process has."""
-
-
-class FolderLock:
-    """Ours from here to `release`, or to the end of the process, however it ends."""
-
-    def __init__(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise Held(self._holder(os.pread(fd, 1024, 0))) from None
-            os.fchmod(fd, 0o600)
-            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, json.dumps(holder).encode(), 0)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._fd: int | None = fd
-
-    @staticmethod
-    def _holder(text: bytes) -> str:
-        try:
-            holder = json.loads(text)
-            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
-            return f"process {holder['pid']} on {holder['host']} since {since}"
-        except (ValueError, KeyError, TypeError):
-            return "another process"  # it has not written its name yet
-
-    def release(self) -> None:
-        if self._fd is not None:
-            # A forked child has this descriptor as well: closing ours alone would not unlock.
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            os.close(self._fd)
-            self._fd = None

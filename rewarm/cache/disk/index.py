@@ -13,7 +13,6 @@ import os
 import sqlite3
 from collections.abc import Container, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import xxhash
 
 from .files import Damaged, Written, size_of, sync_folder
+from .records import Loaded, NamespaceInfo, PayloadRow, StoredNode, StoredPayload
 
 FORMAT = 1
 """The version of files and index. A store of another one is set aside."""
@@ -58,73 +58,6 @@ SCHEMA = (
     "CREATE INDEX payload_namespace ON payload (namespace)",
     "CREATE INDEX node_namespace ON node (namespace)",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPayload:
-    """One file."""
-
-    id: int
-    nbytes: int
-    meta: dict[str, Any]
-
-
-@dataclass(slots=True)
-class StoredNode:
-    """One row of the index."""
-
-    id: int
-    parent: int | None
-    """None: a child of the root."""
-    start: int
-    key: bytes
-    """The span's tokens, little-endian int32."""
-    origin: str
-    kind: str | None
-    """Of its checkpoint; None: it has none."""
-    hits: int
-    used: float
-    """`time.time()` of the last use."""
-    hint: float
-    rows: int | None
-    """A payload, as are `window` and `state`. Where rows hold everything, `state` is None."""
-    window: int | None
-    state: int | None
-
-
-@dataclass(frozen=True)
-class NamespaceInfo:
-    id: int
-    digest: str
-    about: dict[str, Any]
-    nodes: int
-    payloads: int
-    bytes: int
-    used: float
-
-
-@dataclass
-class Loaded:
-    """The intact part of a namespace, parents before children, and what is not part of it."""
-
-    nodes: list[StoredNode] = field(default_factory=list)
-    payloads: dict[int, StoredPayload] = field(default_factory=dict)
-    lost: list[int] = field(default_factory=list)
-    """Nodes that are damaged, lack a payload, or hang on a node that does."""
-    damaged: list[int] = field(default_factory=list)
-    """Payloads whose row is."""
-    unused: list[int] = field(default_factory=list)
-    """Payloads of no node that is left."""
-
-
-@dataclass(frozen=True)
-class PayloadRow:
-    id: int
-    namespace: int
-    written: Written
-    meta: str
-    intact: bool = True
-    """Whether its seal is whole."""
 
 
 def seal(values: tuple[Any, ...]) -> bytes:

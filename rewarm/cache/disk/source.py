@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from ..payload import PackedState, Rows
 from .codec import Arrays, Meta, unpack_rows, unpack_state
-from .store import Store, StoredPayload
+from .records import StoredPayload
+from .store import Store
 
 LARGEST_SCRATCH = 64 << 20
 HEADER = 1024

@@ -26,8 +26,9 @@ from ..placement import WEIGHTS
 from ..retention import Evictor, Item, Retention
 from ..tree import WIDTH, Checkpoint, ChunkTree, Node, Origin, Tree
 from .codec import pack_rows, pack_state
+from .records import StoredNode
 from .source import OnDisk, Source
-from .store import Store, StoredNode
+from .store import Store
 from .writer import Job, Row, Undo, Writer
 
 log = logging.getLogger("rewarm")

@@ -14,17 +14,17 @@ from typing import Literal
 from rewarm.errors import RewarmError
 
 from ..tree import Node, Tree
-from .source import Source
-from .store import (
+from .records import (
     AddNode,
     AddPayload,
     Change,
     RemoveNode,
     RemovePayload,
-    Store,
     StoredNode,
     UpdateNode,
 )
+from .source import Source
+from .store import Store
 
 log = logging.getLogger("rewarm")
 
@@ -180,7 +180,7 @@ class Writer:
             if not isinstance(error, (OSError, RewarmError, sqlite3.Error)):
                 log.exception("writing to the disk tier failed")
             self._fail(job, error)
-            return job.undo is not None or self.store.broken
+            return job.undo is not None or self.store.guard.broken
         return True
 
     def _do(self, job: Job) -> None:

@@ -69,8 +69,8 @@ class Promoter:
         return True
 
     def _grow(self, pin: Pin, start: int, part: Loaded, now: int) -> bool:
-        rows = _from(part.rows, start)
-        window = _from(part.window, start)
+        rows = part.rows.part(start, part.rows.stop) if part.rows is not None else None
+        window = part.window.part(start, part.window.stop) if part.window is not None else None
         if self.layout.has_rows and rows is None:
             return False
         held = [p for p in (rows, window) if p is not None]
@@ -91,9 +91,7 @@ class Promoter:
             first = max(node.start, window.start)
             if not (first < has and window.stop >= node.end and node.start < window.stop):
                 continue
-            found = _from(window, first)
-            if found is not None and found.stop > node.end:
-                found = found.split(node.end)[0]
+            found = window.part(first, node.end)
             if found is None:
                 continue
             if self.evictor.make_room(self.trees, found.nbytes, found.buffers, now):
@@ -157,9 +155,3 @@ class Below:
             log.exception("something evicted could not be kept on disk")
         if item.what == "leaf":
             self.disk.gone(item.node)
-
-
-def _from(rows: Rows | None, start: int) -> Rows | None:
-    if rows is None or rows.start >= start:
-        return rows
-    return rows.split(start)[1]

@@ -140,20 +140,30 @@ class Rows:
 
     def split(self, at: int) -> tuple[Rows | None, Rows | None]:
         """The rows before and from `at`. Only the segment that `at` falls into is copied."""
-        before, after = [], []
+        return self.part(self.start, at), self.part(at, self.stop)
+
+    def part(self, start: int, stop: int) -> Rows | None:
+        """The rows from `start` to `stop`, as far as there are any; whole segments are shared."""
+        if start <= self.start and self.stop <= stop:
+            return self
+        found, cut = [], []
         for segment in self.segments:
-            if segment.stop <= at:
-                before.append(segment)
-            elif segment.start >= at:
-                after.append(segment)
-            else:
-                before.append(segment.cut(segment.start, at))
-                after.append(segment.cut(at, segment.stop))
-                mx.eval(before[-1].arrays, after[-1].arrays)
-        return (
-            Rows(self.packing, tuple(before)) if before else None,
-            Rows(self.packing, tuple(after)) if after else None,
-        )
+            first, last = max(start, segment.start), min(stop, segment.stop)
+            if first >= last:
+                continue
+            if (first, last) != (segment.start, segment.stop):
+                segment = segment.cut(first, last)
+                cut.append(segment)
+            found.append(segment)
+        mx.eval([segment.arrays for segment in cut])
+        return Rows(self.packing, tuple(found)) if found else None
+
+
+def chained(pieces: Sequence[Rows]) -> Rows | None:
+    """Rows that continue one another as one; nothing is copied."""
+    if not pieces:
+        return None
+    return Rows(pieces[0].packing, tuple(s for piece in pieces for s in piece.segments))
 
 
 def unpack(packing: Packing, pieces: Sequence[Rows], spans: Sequence[tuple[int, int]]) -> Unpacked:

@@ -38,7 +38,7 @@ from .placement import Boundary, ChatPlacement, Kind, Placement, Shape
 from .restore import Restorer
 from .retention import Evictor, Retention, WorkPerByte
 from .stats import Stats
-from .tree import ChunkTree, Origin, Tree, encode
+from .tree import ChunkTree, Node, Origin, Tree, encode
 from .verify import verify
 
 log = logging.getLogger("rewarm")
@@ -290,21 +290,25 @@ class PrefixCache:
         Without `wait` it is only given to the writer; False where that had no room for all of it.
         `durable`: only what is sure to be asked for again, such as system prompts and users' turns.
         A disk that refuses is said in the log."""
+        disk = self.disk
+        if disk is None:
+            return True
+        todo: list[Node] | None = None
         while True:
             with self._entered():
-                disk = self.disk
-                done = True
-                if disk is not None:
-                    try:
-                        done = disk.keep_fresh(self._trees, durable)
-                        disk.touch()
-                    except Exception:
-                        log.exception("the disk tier could not be given what is new")
-            if disk is None or not wait:
-                return done
+                try:
+                    # No more than there is now: others may go on, and this must end.
+                    todo = disk.fresh() if todo is None else todo
+                    todo = disk.keep_fresh(self._trees, todo, durable)
+                    disk.write_uses()
+                except Exception:
+                    log.exception("the disk tier could not be given what is new")
+                    todo = []
+            if not wait:
+                return not todo
             disk.wait()
-            if done or disk.writer.paused:
-                return done
+            if not todo or disk.writer.paused:
+                return not todo and not disk.writer.paused
 
     def clear(self) -> None:
         """Forget everything, on disk too. Running requests go on, and store nothing more."""

@@ -7,7 +7,6 @@ does not fit the model is a miss."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -15,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..payload import PackedState, Packing, Rows, RowShape, Segment, Slot
+from .files import Arrays, Entry, blank
 
-Arrays = dict[str, npt.NDArray[Any]]
 Meta = dict[str, Any]
 
 DESCRIPTION = "description"
@@ -43,7 +42,27 @@ def pack_rows(rows: Rows) -> tuple[Arrays, Meta]:
     return arrays, {"span": [rows.start, rows.stop]}
 
 
-def unpack_rows(arrays: Mapping[str, npt.NDArray[Any]]) -> Rows:
+class Receiver:
+    """MLX arrays for a file to be read into: what is read is what is kept."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, mx.array] = {}
+        self._fillable = mx.default_device() == mx.cpu
+
+    def new(self, entry: Entry) -> npt.NDArray[Any]:
+        if entry.name == DESCRIPTION or not entry.nbytes or not self._fillable:
+            return blank(entry)
+        made = self._made[entry.name] = mx.zeros(entry.shape, DTYPES[entry.dtype.name])
+        mx.eval(made)
+        return np.asarray(made)
+
+    def taken(self, arrays: Arrays, name: str, dtype: str) -> mx.array:
+        """An array that was read, as it was written."""
+        found = self._made[name] if name in self._made else mx.array(arrays[name])
+        return found.view(mx.bfloat16) if dtype == "bfloat16" else found
+
+
+def unpack_rows(arrays: Arrays, received: Receiver) -> Rows:
     meta = json.loads(arrays[DESCRIPTION].tobytes())
     shapes = tuple(RowShape(h, w, DTYPES[name]) for h, w, name in meta["shapes"])
     dtypes = meta["dtypes"]
@@ -51,7 +70,7 @@ def unpack_rows(arrays: Mapping[str, npt.NDArray[Any]]) -> Rows:
         Segment(
             start,
             stop,
-            tuple(_to_mlx(arrays[f"{i}.{j}"], dtype) for j, dtype in enumerate(dtypes)),
+            tuple(received.taken(arrays, f"{i}.{j}", dtype) for j, dtype in enumerate(dtypes)),
         )
         for i, (start, stop) in enumerate(meta["segments"])
     )
@@ -66,9 +85,10 @@ def pack_state(state: PackedState) -> tuple[Arrays, Meta]:
     return arrays, {}
 
 
-def unpack_state(arrays: Mapping[str, npt.NDArray[Any]]) -> PackedState:
+def unpack_state(arrays: Arrays, received: Receiver) -> PackedState:
     meta = json.loads(arrays[DESCRIPTION].tobytes())
-    found = tuple(_to_mlx(arrays[str(i)], dtype) for i, dtype in enumerate(meta["dtypes"]))
+    dtypes = enumerate(meta["dtypes"])
+    found = tuple(received.taken(arrays, str(i), dtype) for i, dtype in dtypes)
     mx.eval(found)
     return PackedState(_restored(meta["skeleton"]), found)
 
@@ -81,11 +101,6 @@ def _to_numpy(array: mx.array) -> npt.NDArray[Any]:
     if array.dtype == mx.bfloat16:  # numpy has no such numbers
         array = array.view(mx.uint16)
     return np.asarray(array)
-
-
-def _to_mlx(array: npt.NDArray[Any], dtype: str) -> mx.array:
-    found = mx.array(array)
-    return found.view(mx.bfloat16) if dtype == "bfloat16" else found
 
 
 def _described(item: Any) -> Any:

@@ -13,8 +13,8 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ ALIGNED = 64
 """Where the data begins, so that arrays are aligned for every dtype."""
 BLOCK = 1 << 20
 """Bytes that are checked while they are still in the processor's cache."""
+HEAD = 8 << 10
+"""Most headers are shorter, and read at once."""
 
 
 class Damaged(Exception):
@@ -119,22 +121,49 @@ def encode(arrays: Arrays) -> list[memoryview]:
     return parts
 
 
-def decode(data: npt.NDArray[np.uint8]) -> Arrays:
-    """Views of the file's bytes. The bytes were checked, so what is wrong here was written so."""
-    length = int.from_bytes(data[:8].tobytes(), "little")
-    header = json.loads(data[8 : 8 + length].tobytes())
-    begin, arrays = 8 + length, {}
-    for name, entry in header.items():
+@dataclass(frozen=True)
+class Entry:
+    """An array of a file, as its header describes it."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte, after the header."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def entries(header: bytes, size: int) -> list[Entry]:
+    """The arrays of a file, whose bytes are `size` in all. The header may be damaged: whatever it
+    says, every byte is one array's, and no more is asked for than there is."""
+    found = []
+    for name, entry in json.loads(header).items():
         if name == "__metadata__":
             continue
-        dtype, (start, stop) = DTYPES[entry["dtype"]], entry["data_offsets"]
-        shape = entry["shape"]
-        if not 0 <= start <= stop <= len(data) - begin:
-            raise ValueError(f"the array {name!r} lies outside of the file")
-        if math.prod(shape) * dtype.itemsize != stop - start:
+        shape = tuple(int(n) for n in entry["shape"])
+        start, stop = entry["data_offsets"]
+        found.append(Entry(name, DTYPES[entry["dtype"]], shape, start))
+        if min((0, *shape)) < 0 or found[-1].nbytes != stop - start:
             raise ValueError(f"the array {name!r} has another size than its shape")
-        arrays[name] = data[begin + start : begin + stop].view(dtype).reshape(shape)
-    return arrays
+    at = 0
+    for each in sorted(found, key=_place):
+        if each.start != at:
+            raise ValueError(f"the array {each.name!r} does not begin where the last one ends")
+        at += each.nbytes
+    if at != size:
+        raise ValueError(f"its arrays take {at:,} of {size:,} bytes")
+    return found
+
+
+def _place(entry: Entry) -> tuple[int, int]:
+    return entry.start, entry.nbytes
+
+
+def blank(entry: Entry) -> npt.NDArray[Any]:
+    return np.empty(entry.shape, entry.dtype)
 
 
 def write(folder: Path, name: str, parts: Sequence[memoryview]) -> Written:
@@ -168,39 +197,56 @@ def write(folder: Path, name: str, parts: Sequence[memoryview]) -> Written:
     return Written(name, nbytes, checksum.digest())
 
 
-def read(folder: Path, written: Written, scratch: npt.NDArray[np.uint8] | None = None) -> Arrays:
-    data = np.empty(written.nbytes, np.uint8) if scratch is None else scratch[: written.nbytes]
-    _check(folder, written, data)
-    try:
-        return decode(data)
-    except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"its header cannot be read ({error})") from error
+def read(
+    folder: Path, written: Written, new: Callable[[Entry], npt.NDArray[Any]] = blank
+) -> Arrays:
+    """The arrays of a file, read into what `new` makes for each, and checked."""
+    with _opened(folder, written) as fd:
+        head = os.pread(fd, HEAD, 0)
+        length = 8 + int.from_bytes(head[:8], "little")
+        if HEAD < length <= written.nbytes:
+            head = os.pread(fd, length, 0)
+        head = head[:length]
+        try:
+            found = entries(head[8:], written.nbytes - length)
+            arrays = {entry.name: new(entry) for entry in found}
+            order = [e for e in sorted(found, key=_place) if e.nbytes]
+            parts = [arrays[e.name].reshape(-1).view(np.uint8).data for e in order]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"its header cannot be read ({error})") from error
+        checksum, at = xxhash.xxh3_128(head), os.lseek(fd, length, os.SEEK_SET)
+        for part in parts:
+            while part:
+                n = os.readv(fd, [part])
+                if n == 0:
+                    raise Damaged(f"it ends after {at:,} of {written.nbytes:,} bytes")
+                checksum.update(part[:n])
+                part, at = part[n:], at + n
+    if checksum.digest() != written.checksum:
+        raise Damaged("its checksum is another")
+    return arrays
 
 
 def check(folder: Path, written: Written) -> None:
     """As `read`, but holds no more than a block of it in memory."""
-    _check(folder, written, None)
+    with _opened(folder, written) as fd:
+        checksum, block = xxhash.xxh3_128(), np.empty(BLOCK, np.uint8).data
+        while n := os.readv(fd, [block]):
+            checksum.update(block[:n])
+    if checksum.digest() != written.checksum:
+        raise Damaged("its checksum is another")
 
 
-def _check(folder: Path, written: Written, data: npt.NDArray[np.uint8] | None) -> None:
+@contextmanager
+def _opened(folder: Path, written: Written) -> Iterator[int]:
     fd = os.open(place(folder, written.name), os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size
         if size != written.nbytes:
             raise Damaged(f"it has {size:,} bytes instead of {written.nbytes:,}")
-        view = (np.empty(min(BLOCK, size), np.uint8) if data is None else data).data
-        checksum, at = xxhash.xxh3_128(), 0
-        while at < size:
-            block = view[:BLOCK] if data is None else view[at : at + BLOCK]
-            n = os.readv(fd, [block])
-            if n == 0:
-                raise Damaged(f"it ends after {at:,} of {size:,} bytes")
-            checksum.update(block[:n])
-            at += n
+        yield fd
     finally:
         os.close(fd)
-    if checksum.digest() != written.checksum:
-        raise Damaged("its checksum is another")
 
 
 def place(folder: Path, name: str) -> str:

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from ..payload import PackedState, Rows
-from .codec import Arrays, Meta, unpack_rows, unpack_state
+from .codec import Meta, Receiver, unpack_rows, unpack_state
+from .files import Arrays
 from .records import StoredPayload
 from .store import Store
 
-LARGEST_SCRATCH = 64 << 20
 HEADER = 1024
 """About what a file takes beside its arrays, and for each of them."""
 HEADER_PER_ARRAY = 128
-
-_threads = threading.local()
-
-
-def _scratch(nbytes: int) -> npt.NDArray[np.uint8] | None:
-    """Memory of this thread's to read a file into: it is copied from there at once, and new memory
-    costs more than the copy."""
-    if nbytes > LARGEST_SCRATCH:
-        return None
-    known: npt.NDArray[np.uint8] | None = getattr(_threads, "scratch", None)
-    if known is None or len(known) < nbytes:
-        known = _threads.scratch = np.empty(nbytes, np.uint8)
-    return known
 
 
 @dataclass(eq=False)
@@ -65,10 +48,13 @@ class Source:
         waiting, stored = self.waiting, self.stored
         if waiting is not None:
             return waiting
-        arrays = store.read(stored, _scratch(stored.nbytes)) if stored is not None else None
+        received = Receiver()
+        arrays = store.read(stored, received.new) if stored is not None else None
         if stored is None or arrays is None:
             return None
-        return unpack_rows(arrays) if "span" in stored.meta else unpack_state(arrays)
+        if "span" in stored.meta:
+            return unpack_rows(arrays, received)
+        return unpack_state(arrays, received)
 
 
 class OnDisk:
@@ -100,11 +86,6 @@ class OnDisk:
         lower = OnDisk(self.source, max(at, self.start), self.stop) if self.stop > at else None
         return upper, lower
 
-    def load(self, store: Store) -> Rows | PackedState | None:
-        found = self.source.load(store)
-        if isinstance(found, Rows):
-            if self.start > found.start:
-                found = found.split(self.start)[1]
-            if found is not None and self.stop < found.stop:
-                found = found.split(self.stop)[0]
-        return found
+    def of(self, payload: Rows | PackedState | None) -> Rows | PackedState | None:
+        """This part of what its source loaded."""
+        return payload.part(self.start, self.stop) if isinstance(payload, Rows) else payload

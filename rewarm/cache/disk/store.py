@@ -19,11 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from . import files
-from .files import Arrays, Damaged
+from .files import Arrays, Damaged, Entry
 from .folder import FolderLock, Held, Quarantine, prepare, why_not
 from .guard import Guard
 from .index import Index
@@ -118,11 +117,9 @@ class Store:
         return found.nodes, found.payloads
 
     def read(
-        self, payload: StoredPayload, scratch: npt.NDArray[np.uint8] | None = None
+        self, payload: StoredPayload, new: Callable[[Entry], npt.NDArray[Any]] = files.blank
     ) -> Arrays | None:
-        """What was written, or None; in `scratch`, where that is given and large enough."""
-        if scratch is not None and len(scratch) < payload.nbytes:
-            scratch = None
+        """What was written, in what `new` makes for each array, or None."""
         try:
             with self.guard.using() as index:
                 row = self._pending.get(payload.id) or index.payload(payload.id)
@@ -132,7 +129,7 @@ class Store:
             return None
         try:
             if row.intact:
-                return files.read(self._payloads, row.written, scratch)
+                return files.read(self._payloads, row.written, new)
             self._lose(row, "its row is another")
         except Damaged as damage:
             self._lose(row, str(damage))

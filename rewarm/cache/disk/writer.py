@@ -18,6 +18,7 @@ from .records import (
     AddNode,
     AddPayload,
     Change,
+    NamespaceInfo,
     RemoveNode,
     RemovePayload,
     StoredNode,
@@ -59,8 +60,9 @@ class Row:
 class Undo:
     what: Literal["node", "checkpoint", "window"]
     node: Node
-    """In the disk's tree."""
-    memory: tuple[Tree, Node]
+    """In the disk's tree, with all below it."""
+    memory: Tree
+    nodes: tuple[Node, ...]
     """Where it came from, to be written another time."""
 
 
@@ -73,6 +75,7 @@ class Job:
     updates: list[Row] = field(default_factory=list)
     removes: list[int] = field(default_factory=list)
     frees: list[Source] = field(default_factory=list)
+    clears: NamespaceInfo | None = None
     undo: Undo | None = None
     """What is not there after all where this fails. A job without payloads has none: it is tried
     again."""
@@ -83,7 +86,8 @@ class Job:
 
     @property
     def frees_nbytes(self) -> int:
-        return sum(source.nbytes for source in self.frees)
+        cleared = self.clears.bytes if self.clears is not None else 0
+        return cleared + sum(source.nbytes for source in self.frees)
 
 
 class Writer:
@@ -94,7 +98,8 @@ class Writer:
         self.waiting = 0
         """Bytes to be written, and bytes that will be free."""
         self.freeing = 0
-        self._busy = False
+        self._put = self._ended = 0
+        """How many jobs there were, and how many of them are over."""
         self._stuck = False
         """Whether a job that must be done waits for the disk to take it."""
         self._closed = False
@@ -120,6 +125,7 @@ class Writer:
             if self._closed:
                 return
             self._jobs.append(job)
+            self._put += 1
             self.waiting += job.nbytes
             self.freeing += job.frees_nbytes
             self._changed.notify_all()
@@ -130,17 +136,18 @@ class Writer:
             return failed
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until all that was put is durable, or the disk refuses."""
+        """Until all that was put before this call is durable, or the disk refuses."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._stuck or (not self._jobs and not self._busy), timeout
-            )
+            last = self._put
+            return self._changed.wait_for(lambda: self._stuck or self._ended >= last, timeout)
 
     def clear(self) -> None:
         """Forget what waits."""
         with self._changed:
+            for job in self._jobs:
+                self._count_out(job)
             self._jobs.clear()
-            self.waiting = self.freeing = 0
+            self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
@@ -155,8 +162,6 @@ class Writer:
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
-                self._busy = True
-            size, freed = job.nbytes, job.frees_nbytes
             while not self._done(job):
                 # The index must come to what the tree is: it has no other way back.
                 with self._changed:
@@ -165,12 +170,14 @@ class Writer:
                     if self._changed.wait_for(lambda: self._closed, PAUSE):
                         break
             with self._changed:
-                self.waiting -= size
-                self.freeing -= freed
-                self._busy = self._stuck = False
-                if not self._jobs:
-                    self.waiting = self.freeing = 0
+                self._count_out(job)
+                self._stuck = False
                 self._changed.notify_all()
+
+    def _count_out(self, job: Job) -> None:
+        self.waiting -= job.nbytes
+        self.freeing -= job.frees_nbytes
+        self._ended += 1
 
     def _done(self, job: Job) -> bool:
         """Whether there is nothing left to do for a job, be it that it failed for good."""
@@ -184,6 +191,8 @@ class Writer:
         return True
 
     def _do(self, job: Job) -> None:
+        if job.clears is not None:
+            self.store.clear(namespace=job.clears.id)
         if self._lost:
             job = self._without_lost(job)
         changes: list[Change] = []

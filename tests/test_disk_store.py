@@ -16,7 +16,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -168,9 +168,9 @@ def test_arrays_are_read_into_what_the_caller_makes_for_them(kept: Store) -> Non
     }
     made: dict[str, np.ndarray[Any, Any]] = {}
 
-    def new(entry: files.Entry) -> np.ndarray[Any, Any]:
-        made[entry.name] = np.zeros(entry.shape, entry.dtype)
-        return made[entry.name]
+    def new(entries: Sequence[files.Entry]) -> dict[str, np.ndarray[Any, Any]]:
+        made.update({entry.name: np.zeros(entry.shape, entry.dtype) for entry in entries})
+        return dict(made)
 
     found = kept.read(kept.put_payload(arrays, {}), new)
     assert same(found, arrays)

@@ -7,6 +7,7 @@ does not fit the model is a miss."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -47,14 +48,18 @@ class Receiver:
 
     def __init__(self) -> None:
         self._made: dict[str, mx.array] = {}
-        self._fillable = mx.default_device() == mx.cpu
+        self._on_cpu = mx.default_device() == mx.cpu
 
-    def new(self, entry: Entry) -> npt.NDArray[Any]:
-        if entry.name == DESCRIPTION or not entry.nbytes or not self._fillable:
-            return blank(entry)
-        made = self._made[entry.name] = mx.zeros(entry.shape, DTYPES[entry.dtype.name])
-        mx.eval(made)
-        return np.asarray(made)
+    def new(self, entries: Sequence[Entry]) -> Arrays:
+        arrays = blank([e for e in entries if not self._is_filled(e)])
+        for entry in filter(self._is_filled, entries):
+            self._made[entry.name] = mx.zeros(entry.shape, DTYPES[entry.dtype.name])
+        mx.eval(self._made)  # at once: each evaluation is a way to MLX's thread and back
+        arrays |= {name: np.asarray(array) for name, array in self._made.items()}
+        return {entry.name: arrays[entry.name] for entry in entries}
+
+    def _is_filled(self, entry: Entry) -> bool:
+        return self._on_cpu and entry.name != DESCRIPTION and entry.nbytes > 0
 
     def taken(self, arrays: Arrays, name: str, dtype: str) -> mx.array:
         """An array that was read, as it was written."""

@@ -162,8 +162,8 @@ def _place(entry: Entry) -> tuple[int, int]:
     return entry.start, entry.nbytes
 
 
-def blank(entry: Entry) -> npt.NDArray[Any]:
-    return np.empty(entry.shape, entry.dtype)
+def blank(found: Sequence[Entry]) -> Arrays:
+    return {entry.name: np.empty(entry.shape, entry.dtype) for entry in found}
 
 
 def write(folder: Path, name: str, parts: Sequence[memoryview]) -> Written:
@@ -198,9 +198,9 @@ def write(folder: Path, name: str, parts: Sequence[memoryview]) -> Written:
 
 
 def read(
-    folder: Path, written: Written, new: Callable[[Entry], npt.NDArray[Any]] = blank
+    folder: Path, written: Written, new: Callable[[Sequence[Entry]], Arrays] = blank
 ) -> Arrays:
-    """The arrays of a file, read into what `new` makes for each, and checked."""
+    """The arrays of a file, read into what `new` makes for them, and checked."""
     with _opened(folder, written) as fd:
         head = os.pread(fd, HEAD, 0)
         length = 8 + int.from_bytes(head[:8], "little")
@@ -209,7 +209,7 @@ def read(
         head = head[:length]
         try:
             found = entries(head[8:], written.nbytes - length)
-            arrays = {entry.name: new(entry) for entry in found}
+            arrays = new(found)
             order = [e for e in sorted(found, key=_place) if e.nbytes]
             parts = [arrays[e.name].reshape(-1).view(np.uint8).data for e in order]
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
-
 from . import files
 from .files import Arrays, Damaged, Entry
 from .folder import FolderLock, Held, Quarantine, prepare, why_not
@@ -117,9 +115,9 @@ class Store:
         return found.nodes, found.payloads
 
     def read(
-        self, payload: StoredPayload, new: Callable[[Entry], npt.NDArray[Any]] = files.blank
+        self, payload: StoredPayload, new: Callable[[Sequence[Entry]], Arrays] = files.blank
     ) -> Arrays | None:
-        """What was written, in what `new` makes for each array, or None."""
+        """What was written, in what `new` makes for its arrays, or None."""
         try:
             with self.guard.using() as index:
                 row = self._pending.get(payload.id) or index.payload(payload.id)

@@ -1,8 +1,7 @@
 """Payloads as named numpy arrays, and back.
 
-How they lie is described in JSON, in an array of its own: only the span of rows is for the index,
-which is read as a whole at every start. What comes back is checked by whoever uses it: a form that
-does not fit the model is a miss."""
+How they lie is described in JSON, in an array of its own. What comes back is checked by whoever
+uses it: a form that does not fit the model is a miss."""
 
 from __future__ import annotations
 
@@ -17,8 +16,6 @@ import numpy.typing as npt
 from ..payload import PackedState, Packing, Rows, RowShape, Segment, Slot
 from .files import Arrays, Entry, blank
 
-Meta = dict[str, Any]
-
 DESCRIPTION = "description"
 WHOLE = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 PLAIN = ("bool_", "complex64", "float16", "float32", "float64", *WHOLE)
@@ -26,7 +23,7 @@ DTYPES: dict[str, mx.Dtype] = {name.rstrip("_"): getattr(mx, name) for name in (
 NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 
 
-def pack_rows(rows: Rows) -> tuple[Arrays, Meta]:
+def pack_rows(rows: Rows) -> Arrays:
     arrays: Arrays = {}
     for i, segment in enumerate(rows.segments):
         for j, array in enumerate(segment.arrays):
@@ -40,7 +37,7 @@ def pack_rows(rows: Rows) -> tuple[Arrays, Meta]:
             "dtypes": [NAMES[str(a.dtype)] for a in rows.segments[0].arrays],
         }
     )
-    return arrays, {"span": [rows.start, rows.stop]}
+    return arrays
 
 
 class Receiver:
@@ -83,11 +80,11 @@ def unpack_rows(arrays: Arrays, received: Receiver) -> Rows:
     return Rows(Packing(shapes, tuple(meta["counts"])), segments)
 
 
-def pack_state(state: PackedState) -> tuple[Arrays, Meta]:
+def pack_state(state: PackedState) -> Arrays:
     arrays = {str(i): _to_numpy(array) for i, array in enumerate(state.arrays)}
     dtypes = [NAMES[str(a.dtype)] for a in state.arrays]
     arrays[DESCRIPTION] = _text({"skeleton": _described(state.skeleton), "dtypes": dtypes})
-    return arrays, {}
+    return arrays
 
 
 def unpack_state(arrays: Arrays, received: Receiver) -> PackedState:
@@ -98,7 +95,7 @@ def unpack_state(arrays: Arrays, received: Receiver) -> PackedState:
     return PackedState(_restored(meta["skeleton"]), found)
 
 
-def _text(value: Meta) -> npt.NDArray[Any]:
+def _text(value: dict[str, Any]) -> npt.NDArray[Any]:
     return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 

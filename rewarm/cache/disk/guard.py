@@ -22,22 +22,22 @@ SUSPECT = "suspect"
 
 
 class Guard:
-    def __init__(self, folder: Path, quarantine: Quarantine) -> None:
+    def __init__(self, folder: Path, quarantine: Quarantine, limit: int) -> None:
         self.folder = folder
         self.broken = False
         self.anew = False
         """Whether there was no index that could be used."""
         self._closed = False
         self._lock = threading.RLock()
-        self.index = self._open(folder / "index.sqlite", quarantine)
+        self.index = self._open(folder / "index.sqlite", quarantine, limit)
 
-    def _open(self, path: Path, quarantine: Quarantine) -> Index:
+    def _open(self, path: Path, quarantine: Quarantine, limit: int) -> Index:
         marker = self.folder / SUSPECT
         if path.exists():
             try:
                 if marker.exists():
                     raise Damaged("it was found damaged while in use")
-                return Index.open(path)
+                return Index.open(path, limit)
             except Damaged as damage:
                 done = quarantine.take(*Index.parts(path))
                 log.warning(
@@ -48,7 +48,7 @@ class Guard:
             leftover.unlink(missing_ok=True)
         Index.create(path)
         marker.unlink(missing_ok=True)
-        return Index.open(path)
+        return Index.open(path, limit)
 
     @contextmanager
     def using(self) -> Iterator[Index]:

@@ -9,6 +9,9 @@ from rewarm.errors import RewarmError
 
 from .files import Written
 
+Span = tuple[int, int]
+"""The tokens whose rows a payload holds; a checkpoint has none."""
+
 
 class StoreError(RewarmError, OSError):
     """What a store could not do."""
@@ -31,8 +34,12 @@ class StoredPayload:
     """One file."""
 
     id: int
-    nbytes: int
-    meta: dict[str, Any]
+    written: Written
+    span: Span | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.written.nbytes
 
 
 @dataclass(slots=True)
@@ -88,7 +95,7 @@ class PayloadRow:
     id: int
     namespace: int
     written: Written
-    meta: str
+    span: Span | None
     intact: bool = True
     """Whether its seal is whole."""
 

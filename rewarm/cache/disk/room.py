@@ -15,8 +15,8 @@ from .writer import Job, Writer
 
 log = logging.getLogger("rewarm")
 
-MARGIN = 64 << 10
-"""Bytes that a transaction of the index may take beside its payloads."""
+MARGIN = 16 << 10
+"""Bytes that what waits may take beyond its estimate."""
 
 
 class Room:

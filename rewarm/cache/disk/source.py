@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from ..payload import PackedState, Rows
-from .codec import Meta, Receiver, unpack_rows, unpack_state
+from .codec import Receiver, pack_rows, pack_state, unpack_rows, unpack_state
 from .files import Arrays
-from .records import StoredPayload
+from .records import Span, StoredPayload
 from .store import Store
 
 HEADER = 1024
@@ -15,33 +13,38 @@ HEADER = 1024
 HEADER_PER_ARRAY = 128
 
 
-@dataclass(eq=False)
 class Source:
     """One payload. `waiting` until it is written, `stored` from then on."""
 
-    stored: StoredPayload | None = None
-    waiting: Rows | PackedState | None = None
-    packed: tuple[Arrays, Meta] | None = None
-    users: int = 0
-    """Parts of the tree that are in it: a node that splits shares its file."""
-    nbytes: int = field(init=False)
-    """Never changes, so that what was counted in is counted out; the file may differ a little."""
+    __slots__ = ("nbytes", "packed", "span", "stored", "users", "waiting")
 
-    def __post_init__(self) -> None:
-        if self.stored is not None:
-            self.nbytes = self.stored.nbytes
+    def __init__(
+        self,
+        span: Span | None,
+        stored: StoredPayload | None = None,
+        waiting: Rows | PackedState | None = None,
+        packed: Arrays | None = None,
+    ) -> None:
+        self.span = span
+        self.stored = stored
+        self.waiting = waiting
+        self.packed = packed
+        self.users = 0
+        """Parts of the tree that are in it: nodes may share a file."""
+        if stored is not None:
+            self.nbytes = stored.written.nbytes
         else:
-            arrays = self.packed[0].values() if self.packed is not None else ()
+            arrays = packed.values() if packed is not None else ()
+            # Never changes, so that what was counted in is counted out; the file may differ.
             self.nbytes = HEADER + sum(a.nbytes + HEADER_PER_ARRAY for a in arrays)
 
-    @property
-    def span(self) -> tuple[int, int] | None:
-        """The tokens of its rows; None for a checkpoint."""
-        meta = (
-            self.stored.meta if self.stored is not None else self.packed[1] if self.packed else {}
-        )
-        span = meta.get("span")
-        return (span[0], span[1]) if span else None
+    @staticmethod
+    def of_rows(rows: Rows) -> Source:
+        return Source((rows.start, rows.stop), waiting=rows, packed=pack_rows(rows))
+
+    @staticmethod
+    def of_state(state: PackedState) -> Source:
+        return Source(None, waiting=state, packed=pack_state(state))
 
     def load(self, store: Store) -> Rows | PackedState | None:
         """From where it waits, or from its file; None where that is damaged or gone."""
@@ -52,32 +55,26 @@ class Source:
         arrays = store.read(stored, received.new) if stored is not None else None
         if stored is None or arrays is None:
             return None
-        if "span" in stored.meta:
+        if self.span is not None:
             return unpack_rows(arrays, received)
         return unpack_state(arrays, received)
 
 
 class OnDisk:
-    """The part of a payload that a node of the disk's tree has: all, until the node splits."""
+    """The part of a payload that a node of the disk's tree has."""
 
-    __slots__ = ("source", "start", "stop")
+    __slots__ = ("nbytes", "source", "start", "stop")
+    buffers = 0
 
     def __init__(self, source: Source, start: int, stop: int) -> None:
         self.source = source
         self.start = start
         self.stop = stop
+        self.nbytes = source.nbytes
+        span = source.span
+        if span is not None and span != (start, stop) and span[0] < span[1]:
+            self.nbytes = source.nbytes * (stop - start) // (span[1] - span[0])
         source.users += 1
-
-    @property
-    def nbytes(self) -> int:
-        span = self.source.span
-        if span is None or span[0] == span[1]:
-            return self.source.nbytes
-        return self.source.nbytes * (self.stop - self.start) // (span[1] - span[0])
-
-    @property
-    def buffers(self) -> int:
-        return 0
 
     def split(self, at: int) -> tuple[OnDisk | None, OnDisk | None]:
         """Two parts of the same file."""

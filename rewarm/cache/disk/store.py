@@ -33,6 +33,7 @@ from .records import (
     PayloadRow,
     RemoveNode,
     RemovePayload,
+    Span,
     StoreBroken,
     StoredNode,
     StoredPayload,
@@ -71,7 +72,7 @@ class Store:
         self._pending: dict[int, PayloadRow] = {}
         self._fresh: set[str] = set()
         """Names of files that are being written, or are not yet in the index."""
-        self.guard = Guard(folder, quarantine)
+        self.guard = Guard(folder, quarantine, limit)
         index = self.guard.index
         self._last = index.last_id
         self._files = index.held
@@ -118,22 +119,17 @@ class Store:
         self, payload: StoredPayload, new: Callable[[Sequence[Entry]], Arrays] = files.blank
     ) -> Arrays | None:
         """What was written, in what `new` makes for its arrays, or None."""
+        # Without a look into the index, which may wait for the disk just now.
         try:
-            with self.guard.using() as index:
-                row = self._pending.get(payload.id) or index.payload(payload.id)
+            self.guard.check_usable()
+            return files.read(self._payloads, payload.written, new)
         except StoreBroken:
             return None
-        if row is None:
-            return None
-        try:
-            if row.intact:
-                return files.read(self._payloads, row.written, new)
-            self._lose(row, "its row is another")
         except Damaged as damage:
-            self._lose(row, str(damage))
+            self._lose(payload.id, str(damage))
         except OSError as error:
             if files.is_damage(error):
-                self._lose(row, os.strerror(error.errno or 0))
+                self._lose(payload.id, os.strerror(error.errno or 0))
             else:
                 log.warning("a payload of %s cannot be read now: %s", self.folder, error)
         return None
@@ -144,11 +140,11 @@ class Store:
             return payload.id in self._pending or index.payload(payload.id) is not None
         return True
 
-    def _lose(self, row: PayloadRow, why: str) -> None:
+    def _lose(self, id: int, why: str) -> None:
         """Set a damaged payload aside. A row that is damaged itself may name another's file."""
         with suppress(StoreError), self.guard.using() as index:
-            known = self._pending.get(row.id) or index.payload(row.id)
-            if known is None:
+            row = self._pending.get(id) or index.payload(id)
+            if row is None:
                 return  # removed while it was read
             done = "its row is removed"
             if row.intact:
@@ -180,21 +176,21 @@ class Store:
             self._spaces = {**self._spaces, space.id: space}  # others read it without a lock
             return space.id
 
-    def put_payload(self, arrays: Arrays, meta: dict[str, Any]) -> StoredPayload:
+    def put_payload(self, arrays: Arrays, span: Span | None) -> StoredPayload:
         """Write a file. It is in nobody's way, and gone after a restart, until it is committed."""
         self.guard.check_usable()
-        text, parts, name = json.dumps(meta), files.encode(arrays), files.new_name()
+        parts, name = files.encode(arrays), files.new_name()
         self._fresh.add(name)
         try:
             written = files.write(self._payloads, name, parts)
         except BaseException:
             self._fresh.discard(name)
             raise
-        row = PayloadRow(self.next_id(), 0, written, text)
+        row = PayloadRow(self.next_id(), 0, written, span)
         with self.guard.using():
             self._pending[row.id] = row
             self._files += written.nbytes
-        return StoredPayload(row.id, written.nbytes, json.loads(text))
+        return StoredPayload(row.id, written, span)
 
     def commit(self, namespace: int, changes: Sequence[Change]) -> None:
         """All of it, durably, or nothing. Only what removes may name a namespace that is not."""
@@ -276,7 +272,7 @@ class Store:
         """How many more bytes may be written now. Negative where there are too many already."""
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize - self.reserve
-        return min(self.limit - self.bytes(), free)
+        return min(self.limit - self.bytes(), free) - self.guard.index.may_grow
 
     def namespaces(self) -> list[NamespaceInfo]:
         with self.guard.using() as index:
@@ -364,7 +360,7 @@ class Store:
             if index.payload(id) is None:
                 return True
         if repair:
-            self._lose(row, why)
+            self._lose(id, why)
         return False
 
     def _drop(self, index: Index, found: Loaded) -> None:

@@ -24,7 +24,7 @@ from ..tree import Node, Payload, Tree
 from .room import Room
 from .source import OnDisk, Source
 from .store import Store
-from .trees import DiskTree, DiskTrees, rows_source, state_source
+from .trees import DiskTree, DiskTrees
 from .writer import Writer
 
 DURABLE = 4.0
@@ -246,11 +246,11 @@ class DiskTier:
             rows = rows.part(parent.end, nodes[-1].end) if rows is not None else None
             if rows is None or (rows.start, rows.stop) != (parent.end, nodes[-1].end):
                 return None
-            parts.append(rows_source(rows))
+            parts.append(Source.of_rows(rows))
         for node in nodes:
             if isinstance(node.window, Rows):
                 window = node.window.part(parent.end, node.end)
-                parts += [rows_source(window)] if window is not None else []
+                parts += [Source.of_rows(window)] if window is not None else []
         size = sum(s.nbytes for s in parts)
         if self.writer.full or not self._room.make(size, [parent]):
             return None
@@ -265,7 +265,7 @@ class DiskTier:
             has = each.window.start if each.window is not None else each.end
             if node is None or not isinstance(window, Rows) or window.start >= has:
                 continue
-            source = rows_source(window)
+            source = Source.of_rows(window)
             if self.writer.full or not self._room.make(source.nbytes, [lower]):
                 return
             self.trees.put_window(own, each, source, window, (memory, node))
@@ -278,7 +278,7 @@ class DiskTier:
         if at.checkpoint is not None:
             self.trees.raise_kind(at, at.checkpoint, taken.kind)
             return True
-        source = state_source(taken.state) if isinstance(taken.state, PackedState) else None
+        source = Source.of_state(taken.state) if isinstance(taken.state, PackedState) else None
         if source is not None and (self.writer.full or not self._room.make(source.nbytes, [at])):
             return False
         self.trees.put_checkpoint(own, at, taken, source, (memory, node))

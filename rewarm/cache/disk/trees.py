@@ -13,11 +13,11 @@ from typing import Any
 from ..layout import Layout
 from ..memory import Held, MemoryTier
 from ..model import Namespace
-from ..payload import PackedState, Rows
+from ..payload import Rows
 from ..placement import WEIGHTS
 from ..retention import Item
 from ..tree import WIDTH, Checkpoint, ChunkTree, Node, Origin, Tree
-from .codec import pack_rows, pack_state
+from .index import no_collection
 from .records import NamespaceInfo, StoredNode
 from .source import OnDisk, Source
 from .store import Store
@@ -89,8 +89,14 @@ class DiskTrees:
         """The tree as the index has it."""
         if number in self._known:
             return self._known[number]
-        own = self._known[number] = DiskTree(ChunkTree() if self._chunked else Tree(), number)
-        rows, payloads = self.store.nodes(number)
+        own = DiskTree(ChunkTree() if self._chunked else Tree(), number)
+        with no_collection():
+            self._build(own)
+        self._known[number] = own
+        return own
+
+    def _build(self, own: DiskTree) -> None:
+        rows, payloads = self.store.nodes(own.namespace)
         sources: dict[int, Source] = {}
 
         def part(number: int | None, start: int, stop: int) -> OnDisk | None:
@@ -98,7 +104,8 @@ class DiskTrees:
                 return None
             source = sources.get(number)
             if source is None:
-                source = sources[number] = Source(stored=payloads[number])
+                payload = payloads[number]
+                source = sources[number] = Source(payload.span, payload)
             first, last = source.span or (start, stop)
             return OnDisk(source, max(start, first), min(stop, last))
 
@@ -125,7 +132,6 @@ class DiskTrees:
             nodes[row.id] = node
             own.ids[node] = row.id
             self.account.count(node)
-        return own
 
     # Changes
 
@@ -293,14 +299,6 @@ class DiskTrees:
             state=None,
         )
         return Row(own.namespace, stored, *(_source(p) for p in (node.rows, node.window, state)))
-
-
-def rows_source(rows: Rows) -> Source:
-    return Source(waiting=rows, packed=pack_rows(rows))
-
-
-def state_source(state: PackedState) -> Source:
-    return Source(waiting=state, packed=pack_state(state))
 
 
 def _source(part: Any) -> Source | None:

@@ -203,7 +203,7 @@ class Writer:
                 self.store.checkpoint()  # the index's log counts as well
             if self.store.room() < source.nbytes:
                 raise OSError(f"no room for {source.nbytes:,} bytes")
-            source.stored = self.store.put_payload(*source.packed)
+            source.stored = self.store.put_payload(source.packed, source.span)
             self.written += source.stored.nbytes
             changes.append(AddPayload(source.stored))
         changes += [AddNode(row.stored()) for row in job.adds]

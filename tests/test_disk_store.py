@@ -52,9 +52,9 @@ SOAK = os.environ.get("REWARM_SOAK") == "1"
 LIMIT = 64 << 20
 ABOUT = {"model": "tiny", "salt": "none"}
 
-# Children are forked from a process that has imported the store once, and holds nothing of ours.
+# Children are forked from a process that has imported everything once, and holds nothing of ours.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["rewarm.cache.disk.store", "tests.test_disk_store"])
+processes.set_forkserver_preload(["tests.test_disk_store", "tests.test_disk_restart"])
 
 
 def opened(folder: Path, limit: int = LIMIT, reserve: int = 0) -> Store:

@@ -176,13 +176,12 @@ def write(folder: Path, name: str, parts: Sequence[memoryview]) -> Written:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.fchmod(fd, 0o600)
+            # In large pieces: after each of them Python's lock is taken from who runs the model.
             for part in parts:
-                for at in range(0, len(part), BLOCK):
-                    block = part[at : at + BLOCK]
-                    checksum.update(block)
-                    nbytes += len(block)
-                    while block:
-                        block = block[os.write(fd, block) :]
+                checksum.update(part)
+                nbytes += len(part)
+                while part:
+                    part = part[os.write(fd, part) :]
             # On macOS this leaves the drive's cache to the commit of the index, which flushes it.
             os.fsync(fd)
         finally:

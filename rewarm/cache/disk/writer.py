@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
+import sys
 import threading
 import time
 from collections import deque
@@ -31,6 +33,8 @@ log = logging.getLogger("rewarm")
 
 MOST_WAITING = 256 << 20
 """Bytes that may wait to be written: they are in memory, beside the budget."""
+NICE = 10
+"""How far the writer stands back behind the threads that run the model."""
 PAUSE = 30.0
 """Seconds without another try after a failure."""
 
@@ -156,6 +160,9 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._jobs) or self._closed)

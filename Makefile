@@ -12,8 +12,9 @@ test: .venv/ready lint  ## Format, lint, types and tests
 soak: .venv/ready  ## The tests, each with its whole range instead of a sample (hours)
 	REWARM_SOAK=1 $(BIN)/python -m pytest -n 2
 
-bench: .venv/ready  ## The tree beside mlx-lm's trie, and the server beside mlx-lm's server
+bench: .venv/ready  ## The tree beside mlx-lm's trie, the disk beside a plain read, the server beside mlx-lm's
 	$(BIN)/python tools/bench_tree.py
+	$(BIN)/python tools/bench_disk.py
 	$(BIN)/python tools/bench_server.py
 
 lint: .venv/ready

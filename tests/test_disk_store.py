@@ -16,7 +16,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,15 +26,16 @@ import numpy as np
 import pytest
 import xxhash
 
-from rewarm.cache.disk import files, store
+from rewarm.cache.disk import files, sweep
 from rewarm.cache.disk.files import Written
-from rewarm.cache.disk.index import PayloadRow
-from rewarm.cache.disk.store import (
+from rewarm.cache.disk.guard import SUSPECT
+from rewarm.cache.disk.index import FORMAT
+from rewarm.cache.disk.records import (
     AddNode,
     AddPayload,
+    PayloadRow,
     RemoveNode,
     RemovePayload,
-    Store,
     StoreBroken,
     StoredNode,
     StoredPayload,
@@ -42,16 +43,18 @@ from rewarm.cache.disk.store import (
     StoreHeld,
     StoreUnusable,
     UpdateNode,
+    Verified,
 )
+from rewarm.cache.disk.store import Store
 from rewarm.errors import RewarmError
 
 SOAK = os.environ.get("REWARM_SOAK") == "1"
 LIMIT = 64 << 20
 ABOUT = {"model": "tiny", "salt": "none"}
 
-# Children are forked from a process that has imported the store once, and holds nothing of ours.
+# Children are forked from a process that has imported everything once, and holds nothing of ours.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["rewarm.cache.disk.store", "tests.test_disk_store"])
+processes.set_forkserver_preload(["tests.test_disk_store", "tests.test_disk_restart"])
 
 
 def opened(folder: Path, limit: int = LIMIT, reserve: int = 0) -> Store:
@@ -93,10 +96,15 @@ def node_of(id: int, n: int, rows: int | None, parent: int | None = None) -> Sto
 
 def add(kept: Store, space: int, n: int, parent: int | None = None) -> tuple[int, StoredPayload]:
     """Node `n` with payload `n`, committed."""
-    payload = kept.put_payload(content(n), {"n": n})
+    payload = kept.put_payload(content(n), (n, n))
     id = kept.next_id()
     kept.commit(space, [AddPayload(payload), AddNode(node_of(id, n, payload.id, parent))])
     return id, payload
+
+
+def n_of(payload: StoredPayload) -> int:
+    assert payload.span is not None
+    return payload.span[0]
 
 
 def same(found: dict[str, Any] | None, wanted: dict[str, Any]) -> bool:
@@ -115,7 +123,7 @@ def on_disk(folder: Path) -> list[Path]:
 
 
 def file_of(kept: Store, payload: StoredPayload) -> Path:
-    with kept._using() as index:
+    with kept.guard.using() as index:
         row = kept._pending.get(payload.id) or index.payload(payload.id)
     assert row is not None
     return Path(files.place(kept._payloads, row.written.name))
@@ -145,49 +153,70 @@ def test_every_dtype_and_shape_comes_back(kept: Store, name: str, shape: tuple[i
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.random.default_rng(1).integers(0, 2, size, dtype=np.uint8)  # valid bits for bool, too
     array = np.frombuffer(raw.tobytes(), dtype).reshape(shape)
-    payload = kept.put_payload({"x": array}, {"n": 1})
+    payload = kept.put_payload({"x": array}, (1, 1))
     assert same(kept.read(payload), {"x": array})
 
 
 def test_a_payload_is_a_plain_safetensors_file(kept: Store) -> None:
     safetensors = pytest.importorskip("safetensors.numpy")
     arrays = {"bytes": np.arange(3, dtype=np.uint8), "wide": np.arange(5.0), **content(1)}
-    payload = kept.put_payload(arrays, {})
+    payload = kept.put_payload(arrays, None)
     found = safetensors.load_file(file_of(kept, payload))
     assert same({name: found[name] for name in arrays}, arrays)
 
 
-def test_arrays_come_back_as_aligned_views_of_one_buffer(kept: Store) -> None:
+def test_arrays_are_read_into_what_the_caller_makes_for_them(kept: Store) -> None:
     arrays = {
         "odd": np.arange(3, dtype=np.uint8),
         "wide": np.arange(5.0),
-        "half": np.ones(7, "<f2"),
+        "nothing": np.ones((2, 0), "<f2"),
     }
-    found = kept.read(kept.put_payload(arrays, {}))
+    made: dict[str, np.ndarray[Any, Any]] = {}
+
+    def new(entries: Sequence[files.Entry]) -> dict[str, np.ndarray[Any, Any]]:
+        made.update({entry.name: np.zeros(entry.shape, entry.dtype) for entry in entries})
+        return dict(made)
+
+    found = kept.read(kept.put_payload(arrays, None), new)
+    assert same(found, arrays)
     assert found is not None
-    assert all(a.flags.aligned for a in found.values())
-    assert len({id(_owner(a)) for a in found.values()}) == 1
+    assert all(found[name] is made[name] for name in arrays)
 
 
-def _owner(array: np.ndarray[Any, Any]) -> Any:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}},
+        {"a": {"dtype": "F32", "shape": [4, -1, -1], "data_offsets": [0, 16]}},
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}},
+        {"a": {"dtype": "F64", "shape": [4], "data_offsets": [0, 16]}},
+        {"a": {"dtype": "Q4", "shape": [4], "data_offsets": [0, 16]}},
+        {"a": [1]},
+        ["a"],
+        {
+            "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+            "b": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+        },
+    ],
+)
+def test_a_header_that_lies_gets_no_memory(header: Any) -> None:
+    """It is read before its checksum can be known."""
+    with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+        files.entries(json.dumps(header).encode(), 16)
 
 
 def test_strided_and_big_endian_arrays_come_back_equal(kept: Store) -> None:
     strided = np.arange(24, dtype=np.int32).reshape(4, 6)[::2, ::-1].T
     swapped = np.arange(4, dtype=">i8")
-    found = kept.read(kept.put_payload({"s": strided, "b": swapped}, {}))
+    found = kept.read(kept.put_payload({"s": strided, "b": swapped}, None))
     assert same(found, {"s": strided, "b": swapped.astype("<i8")})
 
 
 def test_an_array_that_no_file_can_hold_is_refused(kept: Store, folder: Path) -> None:
     for arrays in ({"x": np.array(["a"])}, {"__metadata__": np.ones(1)}, {"x": np.array([None])}):
         with pytest.raises(TypeError, match="safetensors"):
-            kept.put_payload(arrays, {})
-    with pytest.raises(TypeError):
-        kept.put_payload({"x": np.ones(1)}, {"not": object()})
+            kept.put_payload(arrays, None)
     assert on_disk(folder) == []
     assert kept.verify().clean
 
@@ -208,7 +237,7 @@ def test_nodes_come_back_parents_first_with_every_column(folder: Path) -> None:
         assert nodes == [upper, node_of(middle, 4, None, top), lower]
         assert payloads == {first.id: first, second.id: second}
         assert same(kept.read(second), content(2))
-        assert kept.verify() == store.Verified(3, 2, first.nbytes + second.nbytes, 0, 0, 0)
+        assert kept.verify() == Verified(3, 2, first.nbytes + second.nbytes, 0, 0, 0)
 
 
 def test_numbers_that_are_numpys_come_back_as_plain_ones(kept: Store) -> None:
@@ -234,7 +263,7 @@ def test_ids_grow_beyond_everything_in_the_index(folder: Path) -> None:
 def test_a_commit_is_all_or_nothing(kept: Store, folder: Path) -> None:
     space = kept.namespace("one", ABOUT)
     id, payload = add(kept, space, 1)
-    fresh = kept.put_payload(content(2), {"n": 2})
+    fresh = kept.put_payload(content(2), (2, 2))
     with pytest.raises(StoreError, match="refused"):  # the last change names a number twice
         kept.commit(
             space,
@@ -258,7 +287,7 @@ def test_a_removed_payload_takes_its_file_along(kept: Store, folder: Path) -> No
     space = kept.namespace("one", ABOUT)
     first, payload = add(kept, space, 1)
     _, other = add(kept, space, 2)
-    waiting = kept.put_payload(content(3), {})
+    waiting = kept.put_payload(content(3), None)
     assert len(on_disk(folder)) == 3
     kept.commit(0, [RemoveNode(first), RemovePayload(payload.id)])  # no namespace is needed for it
     kept.remove_payloads([waiting.id, 12345])
@@ -270,7 +299,7 @@ def test_a_removed_payload_takes_its_file_along(kept: Store, folder: Path) -> No
 def test_only_what_was_written_here_can_be_committed(kept: Store) -> None:
     space = kept.namespace("one", ABOUT)
     with pytest.raises(StoreError, match="not written here"):
-        kept.commit(space, [AddPayload(StoredPayload(77, 10, {}))])
+        kept.commit(space, [AddPayload(StoredPayload(77, Written("0" * 32, 10, bytes(16))))])
     with pytest.raises(StoreError, match="no namespace 5"):
         kept.commit(5, [AddNode(node_of(1, 1, None))])
 
@@ -346,7 +375,7 @@ def churn(folder: str, seed: int, pipe: Connection) -> None:
             changes: list[Any] = []
             batch = {}
             for n in (next(numbers) for _ in range(draw.randrange(1, 4))):
-                payload = kept.put_payload(content(n), {"n": n})
+                payload = kept.put_payload(content(n), (n, n))
                 parent = draw.choice([None, *live])
                 node = node_of(kept.next_id(), n, payload.id, parent)
                 changes += [AddPayload(payload), AddNode(node)]
@@ -361,7 +390,7 @@ def churn(folder: str, seed: int, pipe: Connection) -> None:
             assert rows is not None
             kept.commit(space, [RemoveNode(id), RemovePayload(rows)])
         elif what < 0.9:
-            kept.put_payload(content(next(numbers)), {})  # never committed
+            kept.put_payload(content(next(numbers)), None)  # never committed
         elif what < 0.95:
             id = draw.choice(sorted(live))
             live[id] = replace(live[id], used=float(draw.randrange(100)))
@@ -409,7 +438,7 @@ def test_a_kill_at_any_instant_leaves_what_was_committed_and_nothing_wrong(folde
             there = {node.id: node.hits for node in nodes}
             for node in nodes:
                 assert node.rows is not None
-                n = payloads[node.rows].meta["n"]
+                n = n_of(payloads[node.rows])
                 assert (n, node.key) == (node.hits, key_of(n))
                 assert same(kept.read(payloads[node.rows]), content(n))
             missing = set(told.sure) - told.maybe - set(there)
@@ -433,7 +462,7 @@ def test_a_file_is_synced_before_it_has_its_name(
     kept: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill does not show it, a power cut does: data first, then the name, then the folder."""
-    kept.put_payload(content(1), {})
+    kept.put_payload(content(1), None)
     calls: list[str] = []
 
     def spy(name: str, say: Callable[..., str]) -> None:
@@ -447,10 +476,10 @@ def test_a_file_is_synced_before_it_has_its_name(
 
     spy("fsync", lambda fd: "sync " + ("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file"))
     spy("rename", lambda a, b: f"rename {Path(a).suffix} {Path(b).suffix}")
-    kept.put_payload(content(1), {})
+    kept.put_payload(content(1), None)
     wanted = ["sync file", "rename .tmp .safetensors", "sync folder"]
     assert calls[-3:] == wanted
-    with kept._using() as index:
+    with kept.guard.using() as index:
         assert index._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert index._db.execute("PRAGMA synchronous").fetchone() == (2,)
 
@@ -461,12 +490,12 @@ def test_leftovers_of_a_kill_go_in_the_background(
     with opened(folder) as kept:
         _, payload = add(kept, kept.namespace("one", ABOUT), 1)
         known = file_of(kept, payload)
-        waiting = file_of(kept, kept.put_payload(content(2), {}))
+        waiting = file_of(kept, kept.put_payload(content(2), None))
         (known.parent / ("0" * 32 + ".tmp")).write_bytes(b"half")
         (known.parent / "note.txt").write_text("not ours")
-    monkeypatch.setattr(store, "SWEEP_AFTER", 0.0)
+    monkeypatch.setattr(sweep, "SWEEP_AFTER", 0.0)
     with opened(folder) as kept:
-        kept._sweeper.join(10)
+        kept.sweeper.thread.join(10)
         assert on_disk(folder) == sorted([known, known.parent / "note.txt"])
         assert not waiting.exists()
 
@@ -478,7 +507,7 @@ def test_the_sweep_leaves_what_is_being_written(folder: Path) -> None:
 
         def sweep() -> None:
             while not stop.is_set():
-                kept._remove_orphans(kept._orphans())
+                kept.sweeper.remove(kept.sweeper.find())
 
         sweeper = threading.Thread(target=sweep)
         sweeper.start()
@@ -561,7 +590,7 @@ def test_a_damaged_file_is_never_served(
     with opened(folder) as kept:
         nodes, payloads = kept.nodes(space)
         assert {node.id for node in nodes} == {top, beside}
-        assert all(same(kept.read(p), content(p.meta["n"])) for p in payloads.values())
+        assert all(same(kept.read(p), content(n_of(p))) for p in payloads.values())
         assert kept.verify().clean
         assert below not in {node.id for node in nodes}
 
@@ -658,7 +687,7 @@ def test_a_flip_anywhere_in_the_index_shows_nothing_that_was_not_stored(
                         for node in nodes:
                             assert node == whole[digest][node.id], f"{part}: byte {at}"
                         for payload in draw.sample(list(payloads.values()), min(3, len(payloads))):
-                            assert same(kept.read(payload), content(payload.meta["n"]))
+                            assert same(kept.read(payload), content(n_of(payload)))
                         found.append(len(nodes))
                     id, _ = add(kept, kept.namespace("one", ABOUT), 1000)
                     assert id in {n.id for n in kept.nodes(kept.namespace("one", ABOUT))[0]}
@@ -678,7 +707,7 @@ def test_a_flip_anywhere_in_the_index_shows_nothing_that_was_not_stored(
 @pytest.mark.parametrize(
     "change",
     [
-        "UPDATE payload SET meta = '{\"n\": 3}' WHERE id = 2",
+        "UPDATE payload SET start = 3 WHERE id = 2",
         "UPDATE payload SET name = (SELECT name FROM payload WHERE id = 4) || 'x' WHERE id = 2",
         "UPDATE payload SET namespace = 99 WHERE id = 2",
         "UPDATE payload SET nbytes = nbytes + 1 WHERE id = 2",
@@ -705,9 +734,8 @@ def test_a_row_that_is_not_as_it_was_written_is_not_there(folder: Path, change: 
             nodes, payloads = kept.nodes(kept.namespace(digest, ABOUT))
             gone = "namespace SET" in change and "payload" not in change
             assert [node.id for node in nodes] == ([] if gone or digest == "two" else [other])
-            assert all(same(kept.read(p), content(p.meta["n"])) for p in payloads.values())
-        if "UPDATE payload" in change:
-            assert kept.read(payload) is None
+            assert all(same(kept.read(p), content(n_of(p))) for p in payloads.values())
+            assert payload.id not in payloads
         kept.verify()
         assert kept.verify().clean
 
@@ -718,7 +746,7 @@ def garbage(folder: Path) -> None:
 
 def other_format(folder: Path) -> None:
     with sqlite3.connect(folder / "index.sqlite") as db:
-        db.execute(f"PRAGMA user_version = {store.FORMAT + 1}")
+        db.execute(f"PRAGMA user_version = {FORMAT + 1}")
     db.close()
 
 
@@ -745,7 +773,7 @@ INDEX_DAMAGE: dict[str, Callable[[Path], None]] = {
     "truncated": lambda f: cut(f / "index.sqlite", (f / "index.sqlite").stat().st_size // 2 + 9),
     "another format": other_format,
     "other tables": other_tables,
-    "found damaged while in use": lambda f: (f / store.SUSPECT).touch(),
+    "found damaged while in use": lambda f: (f / SUSPECT).touch(),
     "a chain of pages that ends too early": lost_chain,
     "zeros in the middle": lambda f: zero(f / "index.sqlite", 8192, 40_000),
 }
@@ -772,7 +800,7 @@ def test_an_index_that_cannot_be_used_is_set_aside(
         assert kept.namespaces() == []
         assert kept.nodes(kept.namespace("one", ABOUT)) == ([], {})
         _, payload = add(kept, kept.namespace("one", ABOUT), 1)
-        kept._sweeper.join(10)
+        kept.sweeper.thread.join(10)
         assert on_disk(folder) == [file_of(kept, payload)]
         assert any("index" in path.name for path in (folder / "quarantine").iterdir())
         assert kept.verify().clean
@@ -799,7 +827,7 @@ def test_damage_found_in_use_silences_the_store(
     space = kept.namespace("one", ABOUT)
     payloads = [add(kept, space, n)[1] for n in range(200)]
     kept.checkpoint()
-    with kept._using() as index:
+    with kept.guard.using() as index:
         index._db.execute("PRAGMA shrink_memory")
     index_file = folder / "index.sqlite"
     with index_file.open("r+b") as file:
@@ -807,12 +835,12 @@ def test_damage_found_in_use_silences_the_store(
         file.write(os.urandom(index_file.stat().st_size - 8192))
     with caplog.at_level(logging.WARNING, "rewarm"), pytest.raises(StoreBroken):
         kept.nodes(space)
-    assert kept.broken
+    assert kept.guard.broken
     for call in (
         lambda: kept.nodes(space),
         lambda: kept.commit(space, []),
         lambda: kept.namespace("one", ABOUT),
-        lambda: kept.put_payload(content(1), {}),
+        lambda: kept.put_payload(content(1), None),
         lambda: kept.remove_payloads([1]),
         kept.namespaces,
         kept.bytes,
@@ -837,7 +865,7 @@ def test_what_hangs_on_nothing_is_dropped(kept: Store, folder: Path) -> None:
     top, first = add(kept, space, 1)
     _, foreign = add(kept, other, 2)
     ids = [kept.next_id() for _ in range(6)]
-    spare = kept.put_payload(content(3), {})
+    spare = kept.put_payload(content(3), None)
     kept.commit(
         space,
         [
@@ -905,7 +933,7 @@ def test_a_disk_that_fills_up_loses_nothing_and_goes_on(small_disk: Path) -> Non
             kept.commit(space, [AddNode(replace(node, id=kept.next_id()))])
 
         assert until_refused(more) == errno.ENOSPC
-        assert not kept.broken
+        assert not kept.guard.broken
         for n, (_, payload) in enumerate(made):
             assert same(kept.read(payload), content(n))
         (small_disk / "somebody's").unlink()
@@ -939,7 +967,7 @@ def test_a_write_that_fails_leaves_nothing_behind(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
         with pytest.raises(OSError, match="space"):
-            kept.put_payload(content(2), {})
+            kept.put_payload(content(2), None)
     assert on_disk(folder) == before
     assert kept.bytes() == size
     assert kept.verify().clean
@@ -1042,7 +1070,7 @@ def test_a_closed_store_says_so(folder: Path) -> None:
     with pytest.raises(StoreError, match="closed"):
         kept.nodes(1)
     with pytest.raises(StoreError, match="closed"):
-        kept.put_payload({}, {})
+        kept.put_payload({}, None)
 
 
 def test_threads_share_a_store(kept: Store) -> None:
@@ -1081,9 +1109,11 @@ def test_bytes_and_room_are_what_the_disk_says(folder: Path) -> None:
         for n in range(30):
             made.append(add(kept, space, n)[1])
             assert kept.bytes() == used(folder)
-        waiting = kept.put_payload(content(31), {})
+        waiting = kept.put_payload(content(31), None)
         assert kept.bytes() == used(folder)
-        assert kept.room() == (10 << 20) - used(folder)
+        # The log of the index may be moved into it at any time, and goes on beside it.
+        spare = kept.guard.index.may_grow
+        assert kept.room() == (10 << 20) - used(folder) - spare
         flip(file_of(kept, made[0]), 9)
         assert kept.read(made[0]) is None
         assert kept.bytes() == used(folder)
@@ -1092,7 +1122,7 @@ def test_bytes_and_room_are_what_the_disk_says(folder: Path) -> None:
     with opened(folder, limit=10_000) as kept:
         kept.verify()
         assert kept.bytes() == used(folder)
-        assert kept.room() == 10_000 - used(folder) < 0
+        assert kept.room() <= 10_000 - used(folder) < 0
 
 
 def test_room_leaves_a_reserve_on_the_disk(folder: Path) -> None:
@@ -1107,7 +1137,7 @@ def test_the_quarantine_stays_small(folder: Path) -> None:
     with opened(folder, limit=1 << 20) as kept:
         space = kept.namespace("one", ABOUT)
         for n in range(12):
-            payload = kept.put_payload(content(n, size=5000), {})
+            payload = kept.put_payload(content(n, size=5000), None)
             kept.commit(space, [AddPayload(payload)])
             flip(file_of(kept, payload), 100)
             assert kept.read(payload) is None
@@ -1176,13 +1206,13 @@ def test_a_large_index_opens_in_a_few_queries(folder: Path) -> None:
     count = 100_000 if SOAK else 20_000
     with opened(folder, limit=1 << 40) as kept:
         space = kept.namespace("one", ABOUT)
-        with kept._using() as index, index.transaction():
+        with kept.guard.using() as index, index.transaction():
             above = None
             for n in range(count):
                 id, file = kept.next_id(), kept.next_id()
                 name = struct.pack(">QQ", n * 0x9E3779B97F4A7C15 % (1 << 64), n).hex()
                 written = Written(name, 1000, xxhash.xxh3_128_digest(name.encode()))
-                index.add_payload(PayloadRow(file, space, written, json.dumps({"n": n})))
+                index.add_payload(PayloadRow(file, space, written, (n, n)))
                 above = None if n % 20 == 0 else above
                 node = replace(node_of(id, n, file, above), key=bytes(256))
                 index.put_node(space, node, new=True)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rewarm.cache.prefix import Stats
+from rewarm.cache import Stats
 from rewarm.engine.engine import Engine, EngineStats
 from rewarm.errors import CacheClosed, NotReady
 

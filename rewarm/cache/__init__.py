@@ -2,8 +2,9 @@
 
 from .lease import Cut, Lease, Match
 from .placement import Boundary, ChatPlacement, Placement, Point, Shape
-from .prefix import PrefixCache, Stats
+from .prefix import PrefixCache
 from .retention import LRU, Retention, WorkPerByte
+from .stats import Stats
 
 __all__ = [
     "LRU",

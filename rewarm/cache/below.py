@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from .disk.tier import DiskTier, Loaded
-from .find import Found
+from .find import Found, Query
 from .layout import Layout
-from .lease import Pin
 from .memory import MemoryTier
 from .model import Namespace
 from .payload import Rows
+from .pins import Pin
 from .retention import Evictor, Item
-from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Tokens, Tree, encode
+from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Tree
 
 log = logging.getLogger("rewarm")
 
@@ -69,8 +69,8 @@ class Promoter:
         return True
 
     def _grow(self, pin: Pin, start: int, part: Loaded, now: int) -> bool:
-        rows = _from(part.rows, start)
-        window = _from(part.window, start)
+        rows = part.rows.part(start, part.rows.stop) if part.rows is not None else None
+        window = part.window.part(start, part.window.stop) if part.window is not None else None
         if self.layout.has_rows and rows is None:
             return False
         held = [p for p in (rows, window) if p is not None]
@@ -91,9 +91,7 @@ class Promoter:
             first = max(node.start, window.start)
             if not (first < has and window.stop >= node.end and node.start < window.stop):
                 continue
-            found = _from(window, first)
-            if found is not None and found.stop > node.end:
-                found = found.split(node.end)[0]
+            found = window.part(first, node.end)
             if found is None:
                 continue
             if self.evictor.make_room(self.trees, found.nbytes, found.buffers, now):
@@ -121,37 +119,27 @@ class Below:
     promoter: Promoter
     trees: Mapping[Namespace, Tree]
 
-    def find(
-        self, namespace: Namespace, tree: Tree, prompt: Tokens, cuts: list[int]
-    ) -> Found | None:
+    def find(self, query: Query) -> Found | None:
         """What the disk tier could give."""
         try:
-            return self.disk.find(namespace, not tree.splits, encode(prompt), len(prompt), cuts)
+            return self.disk.find(query)
         except OSError:
             return None  # a store that is broken has said so
         except Exception:
             log.exception("the disk tier could not be asked; it is left alone")
             return None
 
-    def bring_up(
-        self,
-        found: Found,
-        namespace: Namespace,
-        tree: Tree,
-        prompt: Tokens,
-        cuts: list[int],
-        now: int,
-    ) -> bool:
+    def bring_up(self, found: Found, query: Query, now: int) -> bool:
         """Load what reaches further than memory's match, if anything does."""
-        below = self.find(namespace, tree, prompt, cuts)
+        below = self.find(query)
         if below is None or below.at <= found.at:
             return False
-        data = encode(prompt[: below.at])
-        inside = [cut for cut in cuts if cut <= below.at]
+        tree, data = query.tree, query.data[: below.at * WIDTH]
+        inside = [cut for cut in query.cuts if cut <= below.at]
         known = tree.walk(data, inside)
         try:
             have = known.shared if tree.splits else known.node.end
-            loaded = self.disk.load(namespace, below, have)
+            loaded = self.disk.load(query.namespace, below, have)
             self.promoter.promote(tree, data, inside, loaded, now)
         except Exception:
             log.exception("a prefix could not be loaded from disk; it is computed again")
@@ -167,9 +155,3 @@ class Below:
             log.exception("something evicted could not be kept on disk")
         if item.what == "leaf":
             self.disk.gone(item.node)
-
-
-def _from(rows: Rows | None, start: int) -> Rows | None:
-    if rows is None or rows.start >= start:
-        return rows
-    return rows.split(start)[1]

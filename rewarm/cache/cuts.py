@@ -1,9 +1,16 @@
-"""Cuts: where prefill is divided into chunks. Pure functions of positions."""
+"""Cuts: where prefill is divided into chunks, and what is taken there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
+
+from rewarm.errors import InvalidOption
+
+from .lease import Cut
+from .placement import WEIGHTS, Boundary, Kind, Placement, Shape
 
 APART = 16
 """In `exact`, a durable boundary is a cut only this many tokens after the last one."""
@@ -39,3 +46,51 @@ def grid(stop: int, chunk: int, durable: Iterable[int] = ()) -> list[int]:
             break
         cuts.append(last)
     return [*cuts, stop] if stop > 0 else []
+
+
+@dataclass(frozen=True)
+class Divider:
+    """Divides the prefill of prompts, by the mode and the placement of one cache."""
+
+    reuse: Literal["fast", "exact"]
+    chunk: int
+    placement: Placement
+    checkpoints: bool
+    """Whether the model needs any: where rows hold everything, none is taken."""
+
+    def grid(self, tokens: int, boundaries: Sequence[Boundary]) -> list[int]:
+        """A prompt's own cuts in `exact`, which depend on nothing else."""
+        if self.reuse == "fast":
+            return []
+        return grid(tokens - 1, self.chunk, (b.position for b in boundaries if b.durable))
+
+    def cuts(self, shape: Shape, own_cuts: list[int]) -> list[Cut]:
+        """Where prefill stops, and what is taken there."""
+        for boundary in shape.boundaries:
+            if boundary.kind is not None and boundary.kind not in WEIGHTS:
+                raise InvalidOption(
+                    f"boundary kind {boundary.kind!r} is unknown: give one of {', '.join(WEIGHTS)}"
+                )
+        points = self.placement.points(shape)
+        kinds: dict[int, Kind] = {}
+        if self.reuse == "fast":
+            if self.checkpoints:
+                kinds = {p.position: p.kind for p in points}
+            stops = chunks(shape.resume, shape.stop, self.chunk, kinds)
+            return [Cut(stop, kinds.get(stop)) for stop in stops]
+        stops = [c for c in own_cuts if c > shape.resume]
+        # A prompt that goes on where this one ends shares its whole chunks only.
+        kinds = dict.fromkeys(stops[-2:-1], "end")
+        for point in points:
+            # The grid does not move: a checkpoint is taken at the cut before its point.
+            cut = max((c for c in stops if c <= point.position), default=None)
+            if cut is not None and WEIGHTS[point.kind] > WEIGHTS.get(kinds.get(cut, ""), 0.0):
+                kinds[cut] = point.kind
+        return [Cut(stop, kinds.get(stop)) for stop in stops]
+
+    def marked(self, cuts: list[Cut], position: int, kind: Kind) -> list[Cut]:
+        """The same cuts with a checkpoint at `position`; in `exact`, at the cut before it."""
+        if self.reuse == "fast" and all(c.stop != position for c in cuts):
+            cuts = sorted([*cuts, Cut(position, None)])
+        at = max((c.stop for c in cuts if c.stop <= position), default=None)
+        return [Cut(c.stop, kind) if c.stop == at and c.checkpoint is None else c for c in cuts]

@@ -7,12 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from .layout import Layout
 from .lease import Match, Reason
-from .payload import PackedState, Rows
-from .tree import Node, Tree
+from .model import Namespace
+from .tree import WIDTH, Node, Tree
+
+
+@dataclass(frozen=True)
+class Query:
+    """A prompt, and the tree to look for it in."""
+
+    namespace: Namespace
+    tree: Tree
+    data: bytes
+    """Its tokens as a key."""
+    cuts: Sequence[int]
+    """Its own, where the tree is one of chunks."""
+
+    @property
+    def length(self) -> int:
+        return len(self.data) // WIDTH
 
 
 @dataclass(frozen=True)
@@ -30,9 +45,9 @@ class Found:
         return self.match.resume
 
 
-def find(layout: Layout, tree: Tree, data: bytes, length: int, cuts: Sequence[int]) -> Found:
-    """Match a prompt of `length` tokens; `cuts` are its own, where the tree is one of chunks."""
-    walk = tree.walk(data, cuts)
+def find(layout: Layout, query: Query) -> Found:
+    tree, length = query.tree, query.length
+    walk = tree.walk(query.data, query.cuts)
     # At least one token is left to compute. In a tree of chunks only whole ones count.
     limit = min(walk.shared, length - 1) if tree.splits else walk.node.end
     node, resume = _resume(layout, walk.node, limit) if layout.reusable else (tree.root, 0)
@@ -50,26 +65,6 @@ def find(layout: Layout, tree: Tree, data: bytes, length: int, cuts: Sequence[in
             reason = "no_checkpoint"
     match = Match(length, walk.shared, resume, reason, "memory" if resume else None)
     return Found(match, node, junction=limit)
-
-
-def restore(layout: Layout, blank: list[Any], found: Found, room: int) -> list[Any]:
-    """Caches at the resume point. Raises where anything is missing or of another form."""
-    rows: list[Rows] = []
-    window: list[Rows] = []
-    for node in found.node.path():
-        if isinstance(node.rows, Rows):
-            rows.append(node.rows)
-        if isinstance(node.window, Rows):
-            window.append(node.window)
-    state = found.node.checkpoint.state if found.node.checkpoint else None
-    return layout.build(
-        blank,
-        rows=rows[::-1],
-        window=window[::-1],
-        state=state if isinstance(state, PackedState) else None,
-        position=found.at,
-        room=room,
-    )
 
 
 def _resume(layout: Layout, node: Node, limit: int) -> tuple[Node, int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import Any, Literal, cast
 
 import mlx.core as mx
 
 from .layers import Group, Rotating, SpanKind, StateKind, kind_of, leaves, replaced
-from .payload import PackedState, Packing, Rows, state_bytes, unpack
+from .payload import PackedState, Packing, Rows, join, state_bytes
 
 SpanGroup = Literal["rows", "window"]
 SPAN_GROUPS: tuple[SpanGroup, ...] = ("rows", "window")
@@ -142,13 +143,19 @@ class Layout:
         packing = pieces[0].packing
         if any(p.packing != packing for p in pieces):
             raise LookupError("rows of another form")
-        unpacked = unpack(packing, pieces, spans)
         layers = self._spans(group)
         if len(packing.counts) != len(layers):
             raise LookupError(f"rows of {len(packing.counts)} layers for {len(layers)}")
-        for at, (i, kind) in enumerate(layers):
-            if packing.counts[at] and spans == _needed(kind, position):
-                new[i] = kind.load(new[i], unpacked.join(at, room), position)
+        firsts = [0, *accumulate(packing.counts)]
+        asked = {
+            at: range(firsts[at], firsts[at + 1])
+            for at, (_, kind) in enumerate(layers)
+            if packing.counts[at] and spans == _needed(kind, position)
+        }
+        arrays = iter(join(packing, pieces, spans, [*chain(*asked.values())], room))
+        for at, wanted in asked.items():
+            i, kind = layers[at]
+            new[i] = kind.load(new[i], [next(arrays) for _ in wanted], position)
 
     def _spans(self, group: SpanGroup) -> list[tuple[int, SpanKind]]:
         return [(i, cast(SpanKind, self.kinds[i])) for i in self.groups[group]]

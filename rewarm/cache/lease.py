@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 
+from .pins import Pin
 from .placement import Kind
-from .tree import Checkpoint, Node, Tokens, Tree, encode
+from .tree import Tokens, Tree, encode
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -42,46 +43,6 @@ class Cut(NamedTuple):
 
     stop: int
     checkpoint: Kind | None
-
-
-@dataclass(eq=False)
-class Pin:
-    """Keeps a path, and the checkpoints it restored or took, from being evicted."""
-
-    tree: Tree
-    node: Node
-    checkpoints: list[Checkpoint] = field(default_factory=list)
-    live: bool = True
-
-    def take(self) -> None:
-        for node in self.node.path():
-            node.pins += 1
-
-    def drop(self) -> None:
-        if not self.live:
-            return
-        self.live = False
-        for node in self.node.path():
-            node.pins -= 1
-        for checkpoint in self.checkpoints:
-            checkpoint.pins -= 1
-
-    def hold(self, checkpoint: Checkpoint) -> None:
-        checkpoint.pins += 1
-        self.checkpoints.append(checkpoint)
-
-    def down(self, child: Node) -> None:
-        child.pins += 1
-        self.node = child
-
-    def up_to(self, position: int) -> None:
-        """Hold no more than the path to `position`.
-
-        Another request may have split the node in the meantime: the lower half is not ours.
-        """
-        while self.node.parent is not None and self.node.start >= position:
-            self.node.pins -= 1
-            self.node = self.node.parent
 
 
 class Lease:

@@ -7,15 +7,20 @@ array per row width and dtype.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 SEGMENT = 512
 """Tokens in one packed array at most: a split copies one segment, never the whole node."""
+
+WORTH_A_THREAD = 1 << 20
+"""Bytes from which arrays are joined by several threads."""
 
 TOKENS, HEADS = 2, 1
 """The axes of a row array: (batch, heads, tokens, width), as mlx-lm's caches hold it."""
@@ -140,26 +145,81 @@ class Rows:
 
     def split(self, at: int) -> tuple[Rows | None, Rows | None]:
         """The rows before and from `at`. Only the segment that `at` falls into is copied."""
-        before, after = [], []
+        return self.part(self.start, at), self.part(at, self.stop)
+
+    def part(self, start: int, stop: int) -> Rows | None:
+        """The rows from `start` to `stop`, as far as there are any; whole segments are shared."""
+        if start <= self.start and self.stop <= stop:
+            return self
+        found, cut = [], []
         for segment in self.segments:
-            if segment.stop <= at:
-                before.append(segment)
-            elif segment.start >= at:
-                after.append(segment)
-            else:
-                before.append(segment.cut(segment.start, at))
-                after.append(segment.cut(at, segment.stop))
-                mx.eval(before[-1].arrays, after[-1].arrays)
-        return (
-            Rows(self.packing, tuple(before)) if before else None,
-            Rows(self.packing, tuple(after)) if after else None,
-        )
+            first, last = max(start, segment.start), min(stop, segment.stop)
+            if first >= last:
+                continue
+            if (first, last) != (segment.start, segment.stop):
+                segment = segment.cut(first, last)
+                cut.append(segment)
+            found.append(segment)
+        mx.eval([segment.arrays for segment in cut])
+        return Rows(self.packing, tuple(found)) if found else None
 
 
-def unpack(packing: Packing, pieces: Sequence[Rows], spans: Sequence[tuple[int, int]]) -> Unpacked:
-    """The rows of the given spans, as views layer by layer, ready to be joined."""
+def chained(pieces: Sequence[Rows]) -> Rows | None:
+    """Rows that continue one another as one; nothing is copied."""
+    if not pieces:
+        return None
+    return Rows(pieces[0].packing, tuple(s for piece in pieces for s in piece.segments))
+
+
+def join(
+    packing: Packing,
+    pieces: Sequence[Rows],
+    spans: Sequence[tuple[int, int]],
+    wanted: Sequence[int],
+    room: int,
+) -> list[mx.array]:
+    """The `wanted` arrays over the given spans, each one fresh, with room for more tokens."""
+    parts = _parts(pieces, spans)
+    tokens = sum(stop - start for start, stop in spans)
+    places = {
+        i: (g, sum(packing.shapes[j].heads for j in group[: group.index(i)]))
+        for g, group in enumerate(packing.groups)
+        for i in group
+    }
+
+    def joined(i: int) -> mx.array:
+        heads, width, dtype = packing.shapes[i]
+        if i not in places:
+            return mx.zeros((1, heads, tokens + room, width), dtype)
+        group, head = places[i]
+        found = [s.arrays[group][:, head : head + heads, a:b] for s, a, b in parts]
+        if room:
+            found.append(mx.zeros((1, heads, room, width), dtype))
+        return detached(found, TOKENS)
+
+    size = sum(s.heads * s.width * s.dtype.size for s in (packing.shapes[i] for i in wanted))
+    if mx.default_device() != mx.cpu or size * tokens < WORTH_A_THREAD or len(wanted) < 2:
+        return [joined(i) for i in wanted]
+
+    def evaluated(i: int) -> mx.array:
+        array = joined(i)
+        mx.eval(array)  # here: an operation belongs to the thread that made it
+        return array
+
+    return list(_joiners().map(evaluated, wanted))
+
+
+class Part(NamedTuple):
+    """A part of a segment, counted from its start."""
+
+    segment: Segment
+    start: int
+    stop: int
+
+
+def _parts(pieces: Sequence[Rows], spans: Sequence[tuple[int, int]]) -> list[Part]:
     segments = [s for piece in pieces for s in piece.segments]
-    views: list[list[mx.array]] = [[] for _ in packing.shapes]
+    parts = []
     for start, stop in spans:
         at = start
         for segment in segments:
@@ -168,39 +228,17 @@ def unpack(packing: Packing, pieces: Sequence[Rows], spans: Sequence[tuple[int, 
             if segment.start > at:
                 break
             end = min(segment.stop, stop)
-            for group, packed in zip(packing.groups, segment.arrays, strict=True):
-                head = 0
-                for i in group:
-                    heads = packing.shapes[i].heads
-                    a, b = at - segment.start, end - segment.start
-                    views[i].append(packed[:, head : head + heads, a:b])
-                    head += heads
+            parts.append(Part(segment, at - segment.start, end - segment.start))
             at = end
         if at < stop:
             raise LookupError(f"rows {at} to {stop} are missing")
-    return Unpacked(packing, views, sum(stop - start for start, stop in spans))
+    return parts
 
 
-@dataclass(frozen=True, slots=True)
-class Unpacked:
-    packing: Packing
-    views: list[list[mx.array]]
-    tokens: int
-
-    def join(self, layer: int, room: int) -> list[mx.array]:
-        """The arrays of a layer, each one fresh, with room for more tokens."""
-        joined = []
-        first = sum(self.packing.counts[:layer])
-        for i in range(first, first + self.packing.counts[layer]):
-            heads, width, dtype = self.packing.shapes[i]
-            parts = self.views[i]
-            if not parts:
-                joined.append(mx.zeros((1, heads, self.tokens + room, width), dtype))
-                continue
-            if room:
-                parts = [*parts, mx.zeros((1, heads, room, width), dtype)]
-            joined.append(detached(parts, TOKENS))
-        return joined
+@cache
+def _joiners() -> ThreadPoolExecutor:
+    """On a CPU most of the time goes into new memory, of which one thread gets little."""
+    return ThreadPoolExecutor(min(4, os.cpu_count() or 1), "rewarm-join")
 
 
 class Slot(NamedTuple):

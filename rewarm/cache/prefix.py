@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,12 +17,12 @@ from rewarm.errors import CacheClosed, InvalidOption, ModelMismatch
 
 from .below import Below, Promoter
 from .commit import Committer
-from .cuts import APART, chunks, grid
+from .cuts import APART, Divider
 from .disk.opening import open_tier
 from .disk.tier import DiskTier
-from .find import Found, find, restore
+from .find import Query, find
 from .layout import Layout
-from .lease import Cut, Lease, Match, Pin
+from .lease import Lease, Match
 from .memory import Held, MemoryTier, auto_size, most_buffers, parse_size
 from .model import (
     MakeCaches,
@@ -35,36 +33,17 @@ from .model import (
     fingerprint,
     vocabulary_size,
 )
-from .placement import WEIGHTS, Boundary, ChatPlacement, Kind, Placement, Shape
+from .pins import Pin, Pins
+from .placement import Boundary, ChatPlacement, Kind, Placement, Shape
+from .restore import Restorer
 from .retention import Evictor, Retention, WorkPerByte
-from .tree import Checkpoint, ChunkTree, Node, Origin, Tokens, Tree, encode
+from .stats import Stats
+from .tree import ChunkTree, Node, Origin, Tree, encode
 from .verify import verify
 
 log = logging.getLogger("rewarm")
 
 CPU_CHUNK, GPU_CHUNK = 512, 2048
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What the cache holds and did."""
-
-    entries: int
-    checkpoints: int
-    tokens: int
-    budget: int
-    bytes: dict[str, dict[str, int]]
-    """Really held, by tier, then by kind: rows, window, checkpoint; index is the tree itself."""
-    buffers: int
-    hits: int
-    misses: int
-    evictions: int
-    leases: int
-
-    @property
-    def held(self) -> int:
-        """All payload bytes in memory, without the index."""
-        return sum(n for kind, n in self.bytes["memory"].items() if kind != "index")
 
 
 class PrefixCache:
@@ -96,12 +75,17 @@ class PrefixCache:
         self.model = model
         self.reuse = reuse
         self.chunk = chunk or (CPU_CHUNK if mx.default_device() == mx.cpu else GPU_CHUNK)
-        self.placement = placement or ChatPlacement()
         self.blank = make_cache or cache_maker(model, max_kv_size, kv_bits, kv_group_size)
         self.layout = Layout(self.blank())
         if not self.layout.reusable:
             what = ", ".join(self.layout.unknown) or "no layer"
             log.warning("reuse is off for %s: %s cannot be captured", type(model).__name__, what)
+        self._divider = Divider(
+            reuse,
+            self.chunk,
+            placement or ChatPlacement(),
+            checkpoints=self.layout.has_state or self.layout.has_window,
+        )
         self.memory = MemoryTier(budget, max_buffers or most_buffers())
         self._namespace = Namespace.of(
             model, f"{kv_bits}/{kv_group_size}" if kv_bits else "plain", adapter
@@ -118,7 +102,7 @@ class PrefixCache:
         trees = self._trees.values()
         self._committer = Committer(self.layout, self.memory, self._evictor, trees)
         self.disk: DiskTier | None = None
-        self._below: Below | None = None
+        self._restorer = Restorer(self.layout, self.blank, self.memory)
         if disk is not None and self.layout.reusable:
             self.disk = open_tier(
                 Path(disk),
@@ -132,14 +116,12 @@ class PrefixCache:
             )
         if self.disk is not None:
             promoter = Promoter(self.layout, self.memory, self._evictor, trees)
-            self._below = Below(self.disk, promoter, self._trees)
-            self._evictor.on_evict = self._below.let_down
+            below = self._restorer.below = Below(self.disk, promoter, self._trees)
+            self._evictor.on_evict = below.let_down
             self._committer.on_change = self.disk.changed
-        self._pins: set[Pin] = set()
-        self._dropped: deque[Pin] = deque()
+        self._pins = Pins()
         self._lock = threading.RLock()
         self._clock = 0
-        self._hits = self._misses = 0
         self._closed = False
 
     @staticmethod
@@ -173,13 +155,8 @@ class PrefixCache:
         with self._entered():
             namespace = self._namespace.salted(salt)
             tree = self._trees.get(namespace) or self._new_tree()
-            cuts = self._grid(prompt, boundaries)
-            match = self._find(tree, prompt, cuts).match
-            below = self._below.find(namespace, tree, prompt, cuts) if self._below else None
-            if below is None or below.at <= match.resume:
-                return match
-            shared = max(match.shared, below.match.shared)
-            return replace(below.match, shared=shared, tier="disk")
+            cuts = self._divider.grid(len(prompt), boundaries)
+            return self._restorer.match(Query(namespace, tree, encode(prompt), cuts))
 
     def acquire(
         self,
@@ -203,16 +180,18 @@ class PrefixCache:
         with self._entered():
             began = time.perf_counter()
             self._clock += 1
-            tree = self._tree(salt)
-            own_cuts = self._grid(prompt, boundaries)
-            found = self._find(tree, prompt, own_cuts)
+            namespace = self._namespace.salted(salt)
+            tree = self._tree(namespace)
+            own_cuts = self._divider.grid(len(prompt), boundaries)
+            query = Query(namespace, tree, encode(prompt), own_cuts)
+            found = find(self.layout, query)
             matched = time.perf_counter()
-            found = self._promoted(found, self._namespace.salted(salt), tree, prompt, own_cuts)
-            found, caches = self._restored(found, tree, prompt, own_cuts, room)
+            found = self._restorer.promoted(found, query, self._clock)
+            found, caches = self._restorer.restored(found, query, room)
             restored = time.perf_counter()
             shape = Shape(len(prompt) - 1, found.at, found.junction, boundaries, marks)
-            cuts = self._cuts(shape, own_cuts)
-            pin = self._pinned(tree, found, warm, hint)
+            cuts = self._divider.cuts(shape, own_cuts)
+            pin = self._pins.take(tree, found.node, found.at, warm=warm, hint=hint, now=self._clock)
             return Lease(
                 self,
                 tree,
@@ -221,7 +200,7 @@ class PrefixCache:
                 found.match,
                 pin,
                 cuts,
-                self._dropped,
+                self._pins.dropped,
                 warm=warm,
                 hint=hint,
                 match_ms=(matched - began) * 1e3,
@@ -268,12 +247,7 @@ class PrefixCache:
             return
         with self._lock:
             ahead = [c for c in lease.cuts if c.stop > lease.position]
-            if self.reuse == "fast" and all(c.stop != position for c in ahead):
-                ahead = sorted([*ahead, Cut(position, None)])
-            at = max((c.stop for c in ahead if c.stop <= position), default=None)
-            lease.cuts = [
-                Cut(c.stop, kind) if c.stop == at and c.checkpoint is None else c for c in ahead
-            ]
+            lease.cuts = self._divider.marked(ahead, position, kind)
 
     def stats(self) -> Stats:
         with self._entered():
@@ -293,10 +267,10 @@ class PrefixCache:
                     **({"disk": {"files": self.disk.nbytes()}} if self.disk else {}),
                 },
                 buffers=held.buffers,
-                hits=self._hits,
-                misses=self._misses,
+                hits=self._pins.hits,
+                misses=self._pins.misses,
                 evictions=self._evictor.evictions,
-                leases=len(self._pins),
+                leases=len(self._pins.held),
             )
 
     def resize(self, memory: int | str) -> None:
@@ -308,7 +282,7 @@ class PrefixCache:
     def verify(self) -> None:
         """Check every invariant of the tree and its accounting; raises BrokenInvariant."""
         with self._entered():
-            verify(list(self._trees.values()), self.memory, self._pins, self.layout)
+            verify(list(self._trees.values()), self.memory, self._pins.held, self.layout)
 
     def flush(self, *, wait: bool = True, durable: bool = False) -> bool:
         """Make what is held outlive this process; returns when it does.
@@ -316,21 +290,25 @@ class PrefixCache:
         Without `wait` it is only given to the writer; False where that had no room for all of it.
         `durable`: only what is sure to be asked for again, such as system prompts and users' turns.
         A disk that refuses is said in the log."""
+        disk = self.disk
+        if disk is None:
+            return True
+        todo: list[Node] | None = None
         while True:
             with self._entered():
-                disk = self.disk
-                done = True
-                if disk is not None:
-                    try:
-                        done = disk.keep_fresh(self._trees, durable)
-                        disk.touch()
-                    except Exception:
-                        log.exception("the disk tier could not be given what is new")
-            if disk is None or not wait:
-                return done
+                try:
+                    # No more than there is now: others may go on, and this must end.
+                    todo = disk.fresh() if todo is None else todo
+                    todo = disk.keep_fresh(self._trees, todo, durable)
+                    disk.write_uses()
+                except Exception:
+                    log.exception("the disk tier could not be given what is new")
+                    todo = []
+            if not wait:
+                return not todo
             disk.wait()
-            if done or disk.writer.paused:
-                return done
+            if not todo or disk.writer.paused:
+                return not todo and not disk.writer.paused
 
     def clear(self) -> None:
         """Forget everything, on disk too. Running requests go on, and store nothing more."""
@@ -361,113 +339,10 @@ class PrefixCache:
                 "make one for this model with PrefixCache(model)"
             )
 
-    def _find(self, tree: Tree, prompt: Tokens, cuts: list[int]) -> Found:
-        return find(self.layout, tree, encode(prompt), len(prompt), cuts)
-
-    def _restored(
-        self, found: Found, tree: Tree, prompt: Tokens, cuts: list[int], room: int
-    ) -> tuple[Found, list[Any]]:
-        """The caches of a match. What cannot be restored after all is dropped: a shorter hit."""
-        while found.at:
-            try:
-                left = len(prompt) - found.at
-                caches = restore(self.layout, self.blank(), found, left + room)
-                mx.eval([getattr(c, "state", None) for c in caches])
-                return found, caches
-            except Exception:
-                log.exception("a stored prefix could not be restored; it is computed again")
-                if self._discard(tree, found.node):
-                    found = self._find(tree, prompt, cuts)
-                else:
-                    cold = replace(found.match, resume=0, reason="failed", tier=None)
-                    found = replace(found, match=cold, node=tree.root)
-        return found, self.blank()
-
-    def _promoted(
-        self, found: Found, namespace: Namespace, tree: Tree, prompt: Tokens, cuts: list[int]
-    ) -> Found:
-        """The match once memory has what only the disk had."""
-        if self._below is None or not self._below.bring_up(
-            found, namespace, tree, prompt, cuts, self._clock
-        ):
-            return found
-        again = self._find(tree, prompt, cuts)
-        if again.at <= found.at:
-            return again
-        return replace(again, match=replace(again.match, tier="disk"))
-
-    def _discard(self, tree: Tree, node: Node) -> bool:
-        """Remove a node and all below it, unless somebody holds it."""
-        below = [node]
-        for each in below:
-            below.extend(each.children.values())
-        if any(n.pins or (n.checkpoint and n.checkpoint.pins) for n in below):
-            return False
-        for each in reversed(below):
-            self.memory.count(each, -1)
-            tree.remove(each)
-            if self.disk is not None:
-                self.disk.gone(each)
-        return True
-
-    def _pinned(self, tree: Tree, found: Found, warm: bool, hint: float) -> Pin:
-        """Pin a match's path, and refresh what it really used and nothing else."""
-        pin = Pin(tree, found.node)
-        pin.take()
-        self._pins.add(pin)
-        used = found.node.checkpoint
-        if used is not None and found.at == found.node.end:
-            pin.hold(used)
-        if warm:
-            return pin
-        parts: list[Node | Checkpoint] = [*pin.checkpoints, *found.node.path()]
-        for checkpoint in pin.checkpoints:
-            checkpoint.hint = max(checkpoint.hint, hint)
-        for part in parts:
-            part.hits += 1
-            part.last_used = self._clock
-            part.warm = False
-        if found.at:
-            self._hits += 1
-        else:
-            self._misses += 1
-        return pin
-
-    def _grid(self, prompt: Tokens, boundaries: Sequence[Boundary]) -> list[int]:
-        """The prompt's own cuts in `exact`, which depend on nothing else."""
-        if self.reuse == "fast":
-            return []
-        return grid(len(prompt) - 1, self.chunk, (b.position for b in boundaries if b.durable))
-
-    def _cuts(self, shape: Shape, own_cuts: list[int]) -> list[Cut]:
-        """Where prefill stops, and what is taken there."""
-        for boundary in shape.boundaries:
-            if boundary.kind is not None and boundary.kind not in WEIGHTS:
-                raise InvalidOption(
-                    f"boundary kind {boundary.kind!r} is unknown: give one of {', '.join(WEIGHTS)}"
-                )
-        points = self.placement.points(shape)
-        kinds: dict[int, Kind] = {}
-        if self.reuse == "fast":
-            if self.layout.has_state or self.layout.has_window:
-                kinds = {p.position: p.kind for p in points}
-            stops = chunks(shape.resume, shape.stop, self.chunk, kinds)
-            return [Cut(stop, kinds.get(stop)) for stop in stops]
-        stops = [c for c in own_cuts if c > shape.resume]
-        # A prompt that goes on where this one ends shares its whole chunks only.
-        kinds = dict.fromkeys(stops[-2:-1], "end")
-        for point in points:
-            # The grid does not move: a checkpoint is taken at the cut before its point.
-            cut = max((c for c in stops if c <= point.position), default=None)
-            if cut is not None and WEIGHTS[point.kind] > WEIGHTS.get(kinds.get(cut, ""), 0.0):
-                kinds[cut] = point.kind
-        return [Cut(stop, kinds.get(stop)) for stop in stops]
-
-    def _tree(self, salt: str | None) -> Tree:
+    def _tree(self, namespace: Namespace) -> Tree:
         """The tree of a namespace. Empty ones are dropped now and then, or salts would pile up."""
-        namespace = self._namespace.salted(salt)
         if namespace not in self._trees and len(self._trees) >= self._most_trees:
-            used = {id(pin.tree) for pin in self._pins}
+            used = {id(pin.tree) for pin in self._pins.held}
             for known, tree in list(self._trees.items()):
                 if not tree.root.children and id(tree) not in used:
                     del self._trees[known]
@@ -478,23 +353,20 @@ class PrefixCache:
         return Tree() if self.reuse == "fast" else ChunkTree()
 
     def _forget(self) -> None:
-        for pin in self._pins:
-            pin.live = False
-        self._pins.clear()
+        self._pins.forget()
         self._trees.clear()
         self.memory.held = Held()
 
     def _release(self, pin: Pin) -> None:
         with self._lock:
-            pin.drop()
-            self._pins.discard(pin)
+            self._pins.drop(pin)
             # Where the budget was lowered meanwhile, what was leased can go now.
             self._evictor.make_room(self._trees.values(), 0, 0, self._clock)
 
     def _drain(self) -> None:
         """Unpin what forgotten leases held."""
-        while self._dropped:
-            self._release(self._dropped.popleft())
+        while self._pins.dropped:
+            self._release(self._pins.dropped.popleft())
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from rewarm.errors import BrokenInvariant
 
 from .layout import Layout
-from .lease import Pin
 from .memory import MemoryTier
+from .pins import Pin
 from .tree import WIDTH, Node, Tree
 
 

@@ -1,13 +1,12 @@
 """Payloads as named numpy arrays, and back.
 
-How they lie is described in JSON, in an array of its own: only the span of rows is for the index,
-which is read as a whole at every start. What comes back is checked by whoever uses it: a form that
-does not fit the model is a miss."""
+How they lie is described in JSON, in an array of its own. What comes back is checked by whoever
+uses it: a form that does not fit the model is a miss."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..payload import PackedState, Packing, Rows, RowShape, Segment, Slot
-
-Arrays = dict[str, npt.NDArray[Any]]
-Meta = dict[str, Any]
+from .files import Arrays, Entry, blank
 
 DESCRIPTION = "description"
 WHOLE = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -26,7 +23,7 @@ DTYPES: dict[str, mx.Dtype] = {name.rstrip("_"): getattr(mx, name) for name in (
 NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 
 
-def pack_rows(rows: Rows) -> tuple[Arrays, Meta]:
+def pack_rows(rows: Rows) -> Arrays:
     arrays: Arrays = {}
     for i, segment in enumerate(rows.segments):
         for j, array in enumerate(segment.arrays):
@@ -40,10 +37,34 @@ def pack_rows(rows: Rows) -> tuple[Arrays, Meta]:
             "dtypes": [NAMES[str(a.dtype)] for a in rows.segments[0].arrays],
         }
     )
-    return arrays, {"span": [rows.start, rows.stop]}
+    return arrays
 
 
-def unpack_rows(arrays: Mapping[str, npt.NDArray[Any]]) -> Rows:
+class Receiver:
+    """MLX arrays for a file to be read into: what is read is what is kept."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, mx.array] = {}
+        self._on_cpu = mx.default_device() == mx.cpu
+
+    def new(self, entries: Sequence[Entry]) -> Arrays:
+        arrays = blank([e for e in entries if not self._is_filled(e)])
+        for entry in filter(self._is_filled, entries):
+            self._made[entry.name] = mx.zeros(entry.shape, DTYPES[entry.dtype.name])
+        mx.eval(self._made)  # at once: each evaluation is a way to MLX's thread and back
+        arrays |= {name: np.asarray(array) for name, array in self._made.items()}
+        return {entry.name: arrays[entry.name] for entry in entries}
+
+    def _is_filled(self, entry: Entry) -> bool:
+        return self._on_cpu and entry.name != DESCRIPTION and entry.nbytes > 0
+
+    def taken(self, arrays: Arrays, name: str, dtype: str) -> mx.array:
+        """An array that was read, as it was written."""
+        found = self._made[name] if name in self._made else mx.array(arrays[name])
+        return found.view(mx.bfloat16) if dtype == "bfloat16" else found
+
+
+def unpack_rows(arrays: Arrays, received: Receiver) -> Rows:
     meta = json.loads(arrays[DESCRIPTION].tobytes())
     shapes = tuple(RowShape(h, w, DTYPES[name]) for h, w, name in meta["shapes"])
     dtypes = meta["dtypes"]
@@ -51,7 +72,7 @@ def unpack_rows(arrays: Mapping[str, npt.NDArray[Any]]) -> Rows:
         Segment(
             start,
             stop,
-            tuple(_to_mlx(arrays[f"{i}.{j}"], dtype) for j, dtype in enumerate(dtypes)),
+            tuple(received.taken(arrays, f"{i}.{j}", dtype) for j, dtype in enumerate(dtypes)),
         )
         for i, (start, stop) in enumerate(meta["segments"])
     )
@@ -59,21 +80,22 @@ def unpack_rows(arrays: Mapping[str, npt.NDArray[Any]]) -> Rows:
     return Rows(Packing(shapes, tuple(meta["counts"])), segments)
 
 
-def pack_state(state: PackedState) -> tuple[Arrays, Meta]:
+def pack_state(state: PackedState) -> Arrays:
     arrays = {str(i): _to_numpy(array) for i, array in enumerate(state.arrays)}
     dtypes = [NAMES[str(a.dtype)] for a in state.arrays]
     arrays[DESCRIPTION] = _text({"skeleton": _described(state.skeleton), "dtypes": dtypes})
-    return arrays, {}
+    return arrays
 
 
-def unpack_state(arrays: Mapping[str, npt.NDArray[Any]]) -> PackedState:
+def unpack_state(arrays: Arrays, received: Receiver) -> PackedState:
     meta = json.loads(arrays[DESCRIPTION].tobytes())
-    found = tuple(_to_mlx(arrays[str(i)], dtype) for i, dtype in enumerate(meta["dtypes"]))
+    dtypes = enumerate(meta["dtypes"])
+    found = tuple(received.taken(arrays, str(i), dtype) for i, dtype in dtypes)
     mx.eval(found)
     return PackedState(_restored(meta["skeleton"]), found)
 
 
-def _text(value: Meta) -> npt.NDArray[Any]:
+def _text(value: dict[str, Any]) -> npt.NDArray[Any]:
     return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
@@ -81,11 +103,6 @@ def _to_numpy(array: mx.array) -> npt.NDArray[Any]:
     if array.dtype == mx.bfloat16:  # numpy has no such numbers
         array = array.view(mx.uint16)
     return np.asarray(array)
-
-
-def _to_mlx(array: npt.NDArray[Any], dtype: str) -> mx.array:
-    found = mx.array(array)
-    return found.view(mx.bfloat16) if dtype == "bfloat16" else found
 
 
 def _described(item: Any) -> Any:

@@ -7,17 +7,14 @@ match it is damaged, whatever it looks like.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import math
 import os
 import re
 import secrets
-import socket
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +50,8 @@ ALIGNED = 64
 """Where the data begins, so that arrays are aligned for every dtype."""
 BLOCK = 1 << 20
 """Bytes that are checked while they are still in the processor's cache."""
-QUARANTINE_SHARE = 8
-"""The quarantine keeps at most this part of the store's limit; the oldest goes first."""
+HEAD = 8 << 10
+"""Most headers are shorter, and read at once."""
 
 
 class Damaged(Exception):
@@ -124,22 +121,49 @@ def encode(arrays: Arrays) -> list[memoryview]:
     return parts
 
 
-def decode(data: npt.NDArray[np.uint8]) -> Arrays:
-    """Views of the file's bytes. The bytes were checked, so what is wrong here was written so."""
-    length = int.from_bytes(data[:8].tobytes(), "little")
-    header = json.loads(data[8 : 8 + length].tobytes())
-    begin, arrays = 8 + length, {}
-    for name, entry in header.items():
+@dataclass(frozen=True)
+class Entry:
+    """An array of a file, as its header describes it."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte, after the header."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def entries(header: bytes, size: int) -> list[Entry]:
+    """The arrays of a file, whose bytes are `size` in all. The header may be damaged: whatever it
+    says, every byte is one array's, and no more is asked for than there is."""
+    found = []
+    for name, entry in json.loads(header).items():
         if name == "__metadata__":
             continue
-        dtype, (start, stop) = DTYPES[entry["dtype"]], entry["data_offsets"]
-        shape = entry["shape"]
-        if not 0 <= start <= stop <= len(data) - begin:
-            raise ValueError(f"the array {name!r} lies outside of the file")
-        if math.prod(shape) * dtype.itemsize != stop - start:
+        shape = tuple(int(n) for n in entry["shape"])
+        start, stop = entry["data_offsets"]
+        found.append(Entry(name, DTYPES[entry["dtype"]], shape, start))
+        if min((0, *shape)) < 0 or found[-1].nbytes != stop - start:
             raise ValueError(f"the array {name!r} has another size than its shape")
-        arrays[name] = data[begin + start : begin + stop].view(dtype).reshape(shape)
-    return arrays
+    at = 0
+    for each in sorted(found, key=_place):
+        if each.start != at:
+            raise ValueError(f"the array {each.name!r} does not begin where the last one ends")
+        at += each.nbytes
+    if at != size:
+        raise ValueError(f"its arrays take {at:,} of {size:,} bytes")
+    return found
+
+
+def _place(entry: Entry) -> tuple[int, int]:
+    return entry.start, entry.nbytes
+
+
+def blank(found: Sequence[Entry]) -> Arrays:
+    return {entry.name: np.empty(entry.shape, entry.dtype) for entry in found}
 
 
 def write(folder: Path, name: str, parts: Sequence[memoryview]) -> Written:
@@ -152,13 +176,12 @@ def write(folder: Path, name: str, parts: Sequence[memoryview]) -> Written:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.fchmod(fd, 0o600)
+            # In large pieces: after each of them Python's lock is taken from who runs the model.
             for part in parts:
-                for at in range(0, len(part), BLOCK):
-                    block = part[at : at + BLOCK]
-                    checksum.update(block)
-                    nbytes += len(block)
-                    while block:
-                        block = block[os.write(fd, block) :]
+                checksum.update(part)
+                nbytes += len(part)
+                while part:
+                    part = part[os.write(fd, part) :]
             # On macOS this leaves the drive's cache to the commit of the index, which flushes it.
             os.fsync(fd)
         finally:
@@ -173,39 +196,56 @@ def write(folder: Path, name: str, parts: Sequence[memoryview]) -> Written:
     return Written(name, nbytes, checksum.digest())
 
 
-def read(folder: Path, written: Written, scratch: npt.NDArray[np.uint8] | None = None) -> Arrays:
-    data = np.empty(written.nbytes, np.uint8) if scratch is None else scratch[: written.nbytes]
-    _check(folder, written, data)
-    try:
-        return decode(data)
-    except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"its header cannot be read ({error})") from error
+def read(
+    folder: Path, written: Written, new: Callable[[Sequence[Entry]], Arrays] = blank
+) -> Arrays:
+    """The arrays of a file, read into what `new` makes for them, and checked."""
+    with _opened(folder, written) as fd:
+        head = os.pread(fd, HEAD, 0)
+        length = 8 + int.from_bytes(head[:8], "little")
+        if HEAD < length <= written.nbytes:
+            head = os.pread(fd, length, 0)
+        head = head[:length]
+        try:
+            found = entries(head[8:], written.nbytes - length)
+            arrays = new(found)
+            order = [e for e in sorted(found, key=_place) if e.nbytes]
+            parts = [arrays[e.name].reshape(-1).view(np.uint8).data for e in order]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"its header cannot be read ({error})") from error
+        checksum, at = xxhash.xxh3_128(head), os.lseek(fd, length, os.SEEK_SET)
+        for part in parts:
+            while part:
+                n = os.readv(fd, [part])
+                if n == 0:
+                    raise Damaged(f"it ends after {at:,} of {written.nbytes:,} bytes")
+                checksum.update(part[:n])
+                part, at = part[n:], at + n
+    if checksum.digest() != written.checksum:
+        raise Damaged("its checksum is another")
+    return arrays
 
 
 def check(folder: Path, written: Written) -> None:
     """As `read`, but holds no more than a block of it in memory."""
-    _check(folder, written, None)
+    with _opened(folder, written) as fd:
+        checksum, block = xxhash.xxh3_128(), np.empty(BLOCK, np.uint8).data
+        while n := os.readv(fd, [block]):
+            checksum.update(block[:n])
+    if checksum.digest() != written.checksum:
+        raise Damaged("its checksum is another")
 
 
-def _check(folder: Path, written: Written, data: npt.NDArray[np.uint8] | None) -> None:
+@contextmanager
+def _opened(folder: Path, written: Written) -> Iterator[int]:
     fd = os.open(place(folder, written.name), os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size
         if size != written.nbytes:
             raise Damaged(f"it has {size:,} bytes instead of {written.nbytes:,}")
-        view = (np.empty(min(BLOCK, size), np.uint8) if data is None else data).data
-        checksum, at = xxhash.xxh3_128(), 0
-        while at < size:
-            block = view[:BLOCK] if data is None else view[at : at + BLOCK]
-            n = os.readv(fd, [block])
-            if n == 0:
-                raise Damaged(f"it ends after {at:,} of {size:,} bytes")
-            checksum.update(block[:n])
-            at += n
+        yield fd
     finally:
         os.close(fd)
-    if checksum.digest() != written.checksum:
-        raise Damaged("its checksum is another")
 
 
 def place(folder: Path, name: str) -> str:
@@ -236,95 +276,6 @@ def size_of(path: Path | str) -> int:
         return 0
 
 
-class Quarantine:
-    """Where damaged files go, for people to look at: never read again, and never much."""
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder = folder
-        self.limit = limit // QUARANTINE_SHARE
-        make_folder(folder)
-        self.nbytes = sum(size_of(path) for path in folder.iterdir())
-
-    def take(self, *paths: Path) -> str:
-        """Move files here; returns what was done with them."""
-        with suppress(OSError):
-            make_folder(self.folder)
-        stamp = f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
-        done = "there is nothing left of it"
-        for path in paths:
-            try:
-                os.rename(path, self.folder / f"{stamp}-{path.name}")
-                done = f"moved to {self.folder.name}/"
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                done = (
-                    f"it cannot be moved to {self.folder.name}/ ({os.strerror(error.errno or 0)})"
-                )
-                with suppress(OSError):
-                    path.unlink()
-                    done = "removed"
-        self._shrink(self.limit)
-        return done
-
-    def clear(self) -> None:
-        self._shrink(-1)
-
-    def _shrink(self, limit: int) -> None:
-        try:
-            files = sorted(self.folder.iterdir())
-        except OSError:
-            files = []
-        sizes = [size_of(path) for path in files]
-        self.nbytes = sum(sizes)
-        for path, size in zip(files, sizes, strict=True):
-            if self.nbytes <= limit:
-                break
-            with suppress(OSError):
-                path.unlink()
-                self.nbytes -= size
-
-
 def is_damage(error: OSError) -> bool:
     """A bad block is damage; too many open files, or a folder that went away, is not."""
     return error.errno in (errno.ENOENT, errno.EIO, errno.EISDIR)
-
-
-class Held(Exception):
-    """A folder that another process has."""
-
-
-class FolderLock:
-    """Ours from here to `release`, or to the end of the process, however it ends."""
-
-    def __init__(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise Held(self._holder(os.pread(fd, 1024, 0))) from None
-            os.fchmod(fd, 0o600)
-            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, json.dumps(holder).encode(), 0)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._fd: int | None = fd
-
-    @staticmethod
-    def _holder(text: bytes) -> str:
-        try:
-            holder = json.loads(text)
-            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
-            return f"process {holder['pid']} on {holder['host']} since {since}"
-        except (ValueError, KeyError, TypeError):
-            return "another process"  # it has not written its name yet
-
-    def release(self) -> None:
-        if self._fd is not None:
-            # A forked child has this descriptor as well: closing ours alone would not unlock.
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            os.close(self._fd)
-            self._fd = None

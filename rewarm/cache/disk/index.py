@@ -13,7 +13,6 @@ import os
 import sqlite3
 from collections.abc import Container, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,19 @@ from typing import Any
 import xxhash
 
 from .files import Damaged, Written, size_of, sync_folder
+from .records import Loaded, NamespaceInfo, PayloadRow, StoredNode, StoredPayload
 
-FORMAT = 1
+FORMAT = 2
 """The version of files and index. A store of another one is set aside."""
 APPLICATION = 0x5265776D
 LARGEST_ID = 1 << 53
 """Larger numbers in an index are damage: they must not push new ones out of range."""
 PAGE = 8192
 """Keys are a few kilobytes long."""
-PAGES_WORTH_FREEING = 128
-LOG_PAGES = 256
+FEWEST_LOG_PAGES, MOST_LOG_PAGES = 8, 256
 """How long the log grows before it is moved into the index."""
+LOG_SHARE = 64
+"""The log takes at most about this part of a store's limit."""
 
 BUSY, LOCKED, NOMEM, IOERR, FULL, CANTOPEN = 5, 6, 7, 10, 13, 14
 SHORT_READ = 522
@@ -39,9 +40,8 @@ NOT_DAMAGE = {BUSY, LOCKED, NOMEM, IOERR, FULL, CANTOPEN}
 """What SQLite says where the machine is at fault, not the database."""
 
 SANE = f"nbytes BETWEEN 0 AND {LARGEST_ID}"
-TABLES = ("namespace", "payload", "node")
 SPACE = "id, digest, about, used"
-PAYLOAD = "namespace, id, name, nbytes, checksum, meta"
+PAYLOAD = "namespace, id, name, nbytes, checksum, start, stop"
 NODE = 'namespace, id, parent, start, key, origin, kind, hits, used, hint, "rows", "window", state'
 
 SCHEMA = (
@@ -49,7 +49,7 @@ SCHEMA = (
     " about TEXT NOT NULL, used REAL NOT NULL, seal BLOB NOT NULL)",
     "CREATE TABLE payload (id INTEGER PRIMARY KEY, namespace INTEGER NOT NULL,"
     " name TEXT NOT NULL UNIQUE, nbytes INTEGER NOT NULL, checksum BLOB NOT NULL,"
-    " seal BLOB NOT NULL, meta TEXT NOT NULL)",
+    " seal BLOB NOT NULL, start INTEGER, stop INTEGER)",
     # The key comes last: it may be long, and most questions are about what is before it.
     "CREATE TABLE node (id INTEGER PRIMARY KEY, namespace INTEGER NOT NULL, parent INTEGER,"
     " start INTEGER NOT NULL, origin TEXT NOT NULL, kind TEXT, hits INTEGER NOT NULL,"
@@ -60,80 +60,13 @@ SCHEMA = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPayload:
-    """One file."""
-
-    id: int
-    nbytes: int
-    meta: dict[str, Any]
-
-
-@dataclass(slots=True)
-class StoredNode:
-    """One row of the index."""
-
-    id: int
-    parent: int | None
-    """None: a child of the root."""
-    start: int
-    key: bytes
-    """The span's tokens, little-endian int32."""
-    origin: str
-    kind: str | None
-    """Of its checkpoint; None: it has none."""
-    hits: int
-    used: float
-    """`time.time()` of the last use."""
-    hint: float
-    rows: int | None
-    """A payload, as are `window` and `state`. Where rows hold everything, `state` is None."""
-    window: int | None
-    state: int | None
-
-
-@dataclass(frozen=True)
-class NamespaceInfo:
-    id: int
-    digest: str
-    about: dict[str, Any]
-    nodes: int
-    payloads: int
-    bytes: int
-    used: float
-
-
-@dataclass
-class Loaded:
-    """The intact part of a namespace, parents before children, and what is not part of it."""
-
-    nodes: list[StoredNode] = field(default_factory=list)
-    payloads: dict[int, StoredPayload] = field(default_factory=dict)
-    lost: list[int] = field(default_factory=list)
-    """Nodes that are damaged, lack a payload, or hang on a node that does."""
-    damaged: list[int] = field(default_factory=list)
-    """Payloads whose row is."""
-    unused: list[int] = field(default_factory=list)
-    """Payloads of no node that is left."""
-
-
-@dataclass(frozen=True)
-class PayloadRow:
-    id: int
-    namespace: int
-    written: Written
-    meta: str
-    intact: bool = True
-    """Whether its seal is whole."""
-
-
 def seal(values: tuple[Any, ...]) -> bytes:
     # Marshal's version 2 is plain: the same values are the same bytes, whatever Python writes them.
     return xxhash.xxh3_64_digest(marshal.dumps(values, 2))
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Making many objects that all stay sets the collector off again and again, for nothing."""
     was = gc.isenabled()
     gc.disable()
@@ -156,8 +89,9 @@ def code_of(error: sqlite3.Error) -> int:
 class Index:
     """One connection. Whoever calls holds the store's lock; what SQLite raises is for the store."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection, log_pages: int) -> None:
         self.path = path
+        self.log_pages = log_pages
         self._db = connection
         self._files = [os.fspath(part) for part in self.parts(path)[:2]]
 
@@ -191,14 +125,17 @@ class Index:
         sync_folder(path.parent)
 
     @classmethod
-    def open(cls, path: Path) -> Index:
-        """Raises `Damaged` for an index that cannot be used, and `OSError` or `sqlite3.Error` for
-        one that can perhaps be used another time."""
+    def open(cls, path: Path, limit: int) -> Index:
+        """For a store that may take `limit` bytes.
+
+        Raises `Damaged` for an index that cannot be used, and `OSError` or `sqlite3.Error` for one
+        that can perhaps be used another time."""
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
         try:
-            cls._prepare(db)
-            index = cls(path, db)
+            wanted = limit // LOG_SHARE // PAGE
+            index = cls(path, db, min(max(wanted, FEWEST_LOG_PAGES), MOST_LOG_PAGES))
+            index._prepare(db)
             index._survey()
         except sqlite3.Error as error:
             db.close()
@@ -210,8 +147,7 @@ class Index:
             raise
         return index
 
-    @staticmethod
-    def _prepare(db: sqlite3.Connection) -> None:
+    def _prepare(self, db: sqlite3.Connection) -> None:
         # A text that is no longer UTF-8 breaks its row's seal; it must not break the query.
         db.text_factory = methodcaller("decode", "utf-8", "replace")
         # The store's lock keeps others out, so the log needs no shared memory. Before any reading.
@@ -225,8 +161,8 @@ class Index:
             "synchronous = FULL",
             "fullfsync = ON",
             "checkpoint_fullfsync = ON",
-            f"wal_autocheckpoint = {LOG_PAGES}",
-            f"journal_size_limit = {LOG_PAGES * PAGE}",
+            f"wal_autocheckpoint = {self.log_pages}",
+            f"journal_size_limit = {self.log_pages * PAGE}",
             "secure_delete = FAST",
             "cell_size_check = ON",
             "trusted_schema = OFF",
@@ -269,21 +205,29 @@ class Index:
         """Give free pages back, and empty the log."""
         (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
         (pages,) = self._db.execute("PRAGMA page_count").fetchone()
-        if free > max(PAGES_WORTH_FREEING, pages // 4):
+        if free > max(self.log_pages // 2, pages // 4):
             self._db.executescript("PRAGMA incremental_vacuum")  # `execute` would free one page
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def nbytes(self) -> int:
         return sum(size_of(part) for part in self._files)
 
+    @property
+    def may_grow(self) -> int:
+        """Bytes that it may take beyond `nbytes` without anybody's asking: a log that is full is
+        moved into the index, and goes on beside it."""
+        return 2 * self.log_pages * PAGE
+
     # What there is
 
     def _last_id(self) -> int:
         """The largest number that a row has or refers to: none above it was ever read."""
-        questions = [f"SELECT MAX(id) FROM {table} WHERE id < ?" for table in TABLES]
-        columns = ("parent", '"rows"', '"window"', "state")
-        questions += [f"SELECT MAX({column}) FROM node WHERE {column} < ?" for column in columns]
-        found = [self._db.execute(q, (LARGEST_ID,)).fetchone()[0] for q in questions]
+        columns = ("id", "parent", '"rows"', '"window"', "state")
+        largest = ", ".join(f"MAX(CASE WHEN {c} < {LARGEST_ID} THEN {c} END)" for c in columns)
+        found = [*self._db.execute(f"SELECT {largest} FROM node").fetchone()]
+        for table in ("namespace", "payload"):
+            question = f"SELECT MAX(id) FROM {table} WHERE id < {LARGEST_ID}"
+            found += self._db.execute(question).fetchone()
         return max(int(n or 0) for n in found)
 
     def payload_bytes(self) -> int:
@@ -307,13 +251,14 @@ class Index:
         row = self._db.execute(question, (id,)).fetchone()
         if row is None:
             return None
-        namespace, id, name, nbytes, checksum, meta, mark = row
+        namespace, id, name, nbytes, checksum, start, stop, mark = row
         intact = mark == seal(row[:-1])
-        return PayloadRow(id, namespace, Written(name, nbytes, checksum), meta, intact)
+        span = None if start is None else (start, stop)
+        return PayloadRow(id, namespace, Written(name, nbytes, checksum), span, intact)
 
     def load(self, namespace: int, missing: Set[int] = frozenset()) -> Loaded:
         """`missing`: payloads to be taken as gone."""
-        with _no_collection():
+        with no_collection():
             found = Loaded()
             self._load_payloads(found, namespace, missing)
             self._load_nodes(found, namespace)
@@ -321,18 +266,13 @@ class Index:
 
     def _load_payloads(self, found: Loaded, namespace: int, missing: Set[int]) -> None:
         question = f"SELECT {PAYLOAD}, seal FROM payload WHERE namespace = ?"
-        cursor = self._db.execute(question, (namespace,))
-        while rows := cursor.fetchmany(1000):
-            intact = []
-            for row in rows:
-                if row[-1] != seal(row[:-1]) or row[0] != namespace:
-                    found.damaged.append(row[1])
-                elif row[1] not in missing:
-                    intact.append(row)
-            # Read as one text: a call for each would take longer than reading them.
-            metas = json.loads(f"[{','.join([row[5] for row in intact])}]")
-            for row, meta in zip(intact, metas, strict=True):
-                found.payloads[row[1]] = StoredPayload(row[1], row[3], meta)
+        for row in self._db.execute(question, (namespace,)):
+            space, id, name, nbytes, checksum, start, stop, mark = row
+            if mark != seal(row[:-1]) or space != namespace:
+                found.damaged.append(id)
+            elif id not in missing:
+                span = None if start is None else (start, stop)
+                found.payloads[id] = StoredPayload(id, Written(name, nbytes, checksum), span)
 
     def _load_nodes(self, found: Loaded, namespace: int) -> None:
         children: dict[int | None, list[StoredNode]] = {}
@@ -378,7 +318,8 @@ class Index:
 
     def add_payload(self, row: PayloadRow) -> None:
         w = row.written
-        values = (row.namespace, row.id, w.name, w.nbytes, w.checksum, row.meta)
+        start, stop = row.span or (None, None)
+        values = (row.namespace, row.id, w.name, w.nbytes, w.checksum, _int(start), _int(stop))
         self._insert("payload", PAYLOAD, values)
 
     def put_node(self, namespace: int, node: StoredNode, *, new: bool) -> None:
@@ -408,10 +349,11 @@ class Index:
 
     def _remove_strays(self) -> None:
         """Namespaces whose row is damaged go with all that is theirs, as does what is in none."""
-        intact = [info.id for info in self.namespaces()]
-        marks = ", ".join("?" * len(intact))
+        intact = {info.id for info in self.namespaces()}
         for table, column in (("namespace", "id"), ("node", "namespace"), ("payload", "namespace")):
-            self._db.execute(f"DELETE FROM {table} WHERE {column} NOT IN ({marks})", intact)
+            known = self._db.execute(f"SELECT {column} FROM {table} GROUP BY {column}")
+            strays = [(space,) for (space,) in known.fetchall() if space not in intact]
+            self._db.executemany(f"DELETE FROM {table} WHERE {column} = ?", strays)
 
     def clear(self, namespace: int) -> list[str]:
         """Returns the names of the files that are nobody's now."""

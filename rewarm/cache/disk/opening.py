@@ -11,7 +11,9 @@ from typing import Any
 from ..layers import leaves
 from ..layout import Layout
 from ..retention import Retention
-from .store import FORMAT, Store, StoreError
+from .index import FORMAT
+from .records import StoreError
+from .store import Store
 from .tier import DiskTier
 from .weights import weights_digest
 

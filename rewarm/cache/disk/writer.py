@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
+import sys
 import threading
 import time
 from collections import deque
@@ -14,22 +16,25 @@ from typing import Literal
 from rewarm.errors import RewarmError
 
 from ..tree import Node, Tree
-from .source import Source
-from .store import (
+from .records import (
     AddNode,
     AddPayload,
     Change,
+    NamespaceInfo,
     RemoveNode,
     RemovePayload,
-    Store,
     StoredNode,
     UpdateNode,
 )
+from .source import Source
+from .store import Store
 
 log = logging.getLogger("rewarm")
 
 MOST_WAITING = 256 << 20
 """Bytes that may wait to be written: they are in memory, beside the budget."""
+NICE = 10
+"""How far the writer stands back behind the threads that run the model."""
 PAUSE = 30.0
 """Seconds without another try after a failure."""
 
@@ -59,8 +64,9 @@ class Row:
 class Undo:
     what: Literal["node", "checkpoint", "window"]
     node: Node
-    """In the disk's tree."""
-    memory: tuple[Tree, Node]
+    """In the disk's tree, with all below it."""
+    memory: Tree
+    nodes: tuple[Node, ...]
     """Where it came from, to be written another time."""
 
 
@@ -73,6 +79,7 @@ class Job:
     updates: list[Row] = field(default_factory=list)
     removes: list[int] = field(default_factory=list)
     frees: list[Source] = field(default_factory=list)
+    clears: NamespaceInfo | None = None
     undo: Undo | None = None
     """What is not there after all where this fails. A job without payloads has none: it is tried
     again."""
@@ -83,7 +90,8 @@ class Job:
 
     @property
     def frees_nbytes(self) -> int:
-        return sum(source.nbytes for source in self.frees)
+        cleared = self.clears.bytes if self.clears is not None else 0
+        return cleared + sum(source.nbytes for source in self.frees)
 
 
 class Writer:
@@ -94,7 +102,8 @@ class Writer:
         self.waiting = 0
         """Bytes to be written, and bytes that will be free."""
         self.freeing = 0
-        self._busy = False
+        self._put = self._ended = 0
+        """How many jobs there were, and how many of them are over."""
         self._stuck = False
         """Whether a job that must be done waits for the disk to take it."""
         self._closed = False
@@ -120,6 +129,7 @@ class Writer:
             if self._closed:
                 return
             self._jobs.append(job)
+            self._put += 1
             self.waiting += job.nbytes
             self.freeing += job.frees_nbytes
             self._changed.notify_all()
@@ -130,17 +140,18 @@ class Writer:
             return failed
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until all that was put is durable, or the disk refuses."""
+        """Until all that was put before this call is durable, or the disk refuses."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._stuck or (not self._jobs and not self._busy), timeout
-            )
+            last = self._put
+            return self._changed.wait_for(lambda: self._stuck or self._ended >= last, timeout)
 
     def clear(self) -> None:
         """Forget what waits."""
         with self._changed:
+            for job in self._jobs:
+                self._count_out(job)
             self._jobs.clear()
-            self.waiting = self.freeing = 0
+            self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
@@ -149,14 +160,15 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
-                self._busy = True
-            size, freed = job.nbytes, job.frees_nbytes
             while not self._done(job):
                 # The index must come to what the tree is: it has no other way back.
                 with self._changed:
@@ -165,12 +177,14 @@ class Writer:
                     if self._changed.wait_for(lambda: self._closed, PAUSE):
                         break
             with self._changed:
-                self.waiting -= size
-                self.freeing -= freed
-                self._busy = self._stuck = False
-                if not self._jobs:
-                    self.waiting = self.freeing = 0
+                self._count_out(job)
+                self._stuck = False
                 self._changed.notify_all()
+
+    def _count_out(self, job: Job) -> None:
+        self.waiting -= job.nbytes
+        self.freeing -= job.frees_nbytes
+        self._ended += 1
 
     def _done(self, job: Job) -> bool:
         """Whether there is nothing left to do for a job, be it that it failed for good."""
@@ -180,10 +194,12 @@ class Writer:
             if not isinstance(error, (OSError, RewarmError, sqlite3.Error)):
                 log.exception("writing to the disk tier failed")
             self._fail(job, error)
-            return job.undo is not None or self.store.broken
+            return job.undo is not None or self.store.guard.broken
         return True
 
     def _do(self, job: Job) -> None:
+        if job.clears is not None:
+            self.store.clear(namespace=job.clears.id)
         if self._lost:
             job = self._without_lost(job)
         changes: list[Change] = []
@@ -194,7 +210,7 @@ class Writer:
                 self.store.checkpoint()  # the index's log counts as well
             if self.store.room() < source.nbytes:
                 raise OSError(f"no room for {source.nbytes:,} bytes")
-            source.stored = self.store.put_payload(*source.packed)
+            source.stored = self.store.put_payload(source.packed, source.span)
             self.written += source.stored.nbytes
             changes.append(AddPayload(source.stored))
         changes += [AddNode(row.stored()) for row in job.adds]

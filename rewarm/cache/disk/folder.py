@@ -1,0 +1,133 @@
+"""The folder of a store: who has it, what was set aside in it, and why it cannot be used."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from .files import make_folder, size_of
+
+QUARANTINE_SHARE = 8
+"""The quarantine keeps at most this part of the store's limit; the oldest goes first."""
+
+
+def prepare(folder: Path) -> None:
+    made = not folder.exists()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # A folder of somebody else's things keeps its mode: what we put into it is closed anyway.
+    if made or not any(folder.iterdir()) or (folder / "lock").exists():
+        with suppress(PermissionError):
+            folder.chmod(0o700)
+
+
+def why_not(folder: Path, error: Exception) -> str:
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.EEXIST, errno.ENOTDIR):
+        why = "it is not a folder: choose another place"
+    elif code in (errno.EACCES, errno.EPERM):
+        why = "there is no permission to write in it: change its owner or mode, or choose another"
+    elif code == errno.EROFS:
+        why = "its file system is read-only: choose another folder"
+    elif code == errno.ENOSPC:
+        why = "its disk is full: make room, or choose another folder"
+    elif code in (errno.ENOLCK, errno.ENOTSUP):
+        why = "its file system has no locks: choose a folder on a local disk"
+    else:
+        why = f"{error}: choose another folder"
+    return f"no cache can be kept in {folder}: {why}"
+
+
+class Quarantine:
+    """Where damaged files go, for people to look at: never read again, and never much."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder = folder
+        self.limit = limit // QUARANTINE_SHARE
+        make_folder(folder)
+        self.nbytes = sum(size_of(path) for path in folder.iterdir())
+
+    def take(self, *paths: Path) -> str:
+        """Move files here; returns what was done with them."""
+        with suppress(OSError):
+            make_folder(self.folder)
+        stamp = f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
+        done = "there is nothing left of it"
+        for path in paths:
+            try:
+                os.rename(path, self.folder / f"{stamp}-{path.name}")
+                done = f"moved to {self.folder.name}/"
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                done = (
+                    f"it cannot be moved to {self.folder.name}/ ({os.strerror(error.errno or 0)})"
+                )
+                with suppress(OSError):
+                    path.unlink()
+                    done = "removed"
+        self._shrink(self.limit)
+        return done
+
+    def clear(self) -> None:
+        self._shrink(-1)
+
+    def _shrink(self, limit: int) -> None:
+        try:
+            files = sorted(self.folder.iterdir())
+        except OSError:
+            files = []
+        sizes = [size_of(path) for path in files]
+        self.nbytes = sum(sizes)
+        for path, size in zip(files, sizes, strict=True):
+            if self.nbytes <= limit:
+                break
+            with suppress(OSError):
+                path.unlink()
+                self.nbytes -= size
+
+
+class Held(Exception):
+    """A folder that another process has."""
+
+
+class FolderLock:
+    """Ours from here to `release`, or to the end of the process, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Held(self._holder(os.pread(fd, 1024, 0))) from None
+            os.fchmod(fd, 0o600)
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps(holder).encode(), 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd: int | None = fd
+
+    @staticmethod
+    def _holder(text: bytes) -> str:
+        try:
+            holder = json.loads(text)
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
+            return f"process {holder['pid']} on {holder['host']} since {since}"
+        except (ValueError, KeyError, TypeError):
+            return "another process"  # it has not written its name yet
+
+    def release(self) -> None:
+        if self._fd is not None:
+            # A forked child has this descriptor as well: closing ours alone would not unlock.
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            os.close(self._fd)
+            self._fd = None

@@ -1,0 +1,94 @@
+"""Pins: what somebody uses is not evicted."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from .tree import Checkpoint, Node, Tree
+
+
+@dataclass(eq=False)
+class Pin:
+    """Keeps a path, and the checkpoints it restored or took, from being evicted."""
+
+    tree: Tree
+    node: Node
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    live: bool = True
+
+    def take(self) -> None:
+        for node in self.node.path():
+            node.pins += 1
+
+    def drop(self) -> None:
+        if not self.live:
+            return
+        self.live = False
+        for node in self.node.path():
+            node.pins -= 1
+        for checkpoint in self.checkpoints:
+            checkpoint.pins -= 1
+
+    def hold(self, checkpoint: Checkpoint) -> None:
+        checkpoint.pins += 1
+        self.checkpoints.append(checkpoint)
+
+    def down(self, child: Node) -> None:
+        child.pins += 1
+        self.node = child
+
+    def up_to(self, position: int) -> None:
+        """Hold no more than the path to `position`.
+
+        Another request may have split the node in the meantime: the lower half is not ours.
+        """
+        while self.node.parent is not None and self.node.start >= position:
+            self.node.pins -= 1
+            self.node = self.node.parent
+
+
+class Pins:
+    """All pins of a cache, and how often a prompt found something to pin."""
+
+    def __init__(self) -> None:
+        self.held: set[Pin] = set()
+        self.dropped: deque[Pin] = deque()
+        """Of leases that were forgotten. A finalizer may run at any moment in any thread, so it
+        only leaves a note here."""
+        self.hits = self.misses = 0
+
+    def take(
+        self, tree: Tree, node: Node, resume: int, *, warm: bool, hint: float, now: int
+    ) -> Pin:
+        """Pin the path of a match, and refresh what it really used and nothing else."""
+        pin = Pin(tree, node)
+        pin.take()
+        self.held.add(pin)
+        used = node.checkpoint
+        if used is not None and resume == node.end:
+            pin.hold(used)
+        if warm:
+            return pin
+        parts: list[Node | Checkpoint] = [*pin.checkpoints, *node.path()]
+        for checkpoint in pin.checkpoints:
+            checkpoint.hint = max(checkpoint.hint, hint)
+        for part in parts:
+            part.hits += 1
+            part.last_used = now
+            part.warm = False
+        if resume:
+            self.hits += 1
+        else:
+            self.misses += 1
+        return pin
+
+    def drop(self, pin: Pin) -> None:
+        pin.drop()
+        self.held.discard(pin)
+
+    def forget(self) -> None:
+        """The trees are gone: there is nothing left to unpin."""
+        for pin in self.held:
+            pin.live = False
+        self.held.clear()

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from rewarm import PrefixCache, Session
-from rewarm.demo import tiny_tokenizer
 from rewarm.loading import load
 from rewarm.session import Reply
 
@@ -24,6 +23,7 @@ from .conftest import SOAK
 from .support import cold, divergence, prompt, run
 from .test_disk import cache_on
 from .test_disk_store import processes
+from .tiny import tiny_tokenizer
 
 # A chat, and a restart before its next turn
 

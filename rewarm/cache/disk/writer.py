@@ -169,17 +169,21 @@ class Writer:
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
-            while not self._done(job):
-                # The index must come to what the tree is: it has no other way back.
-                with self._changed:
-                    self._stuck = True
-                    self._changed.notify_all()
-                    if self._changed.wait_for(lambda: self._closed, PAUSE):
-                        break
+            self._work(job)
+            del job  # what memory let go of meanwhile is not to be held from here
+
+    def _work(self, job: Job) -> None:
+        ended = False
+        while not self._done(job) and not ended:
+            # The index must come to what the tree is: it has no other way back.
             with self._changed:
-                self._count_out(job)
-                self._stuck = False
+                self._stuck = True
                 self._changed.notify_all()
+                ended = self._changed.wait_for(lambda: self._closed, PAUSE)
+        with self._changed:
+            self._count_out(job)
+            self._stuck = False
+            self._changed.notify_all()
 
     def _count_out(self, job: Job) -> None:
         self.waiting -= job.nbytes

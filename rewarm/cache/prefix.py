@@ -59,6 +59,8 @@ class Stats:
     hits: int
     misses: int
     evictions: int
+    evicted: dict[str, int]
+    """Evictions from memory by what went: leaf, checkpoint, window."""
     leases: int
 
     @property
@@ -281,7 +283,7 @@ class PrefixCache:
             return Stats(
                 entries=held.nodes,
                 checkpoints=held.checkpoints,
-                tokens=sum(n.length for t in self._trees.values() for n in t.nodes()),
+                tokens=held.tokens,
                 budget=self.memory.budget,
                 bytes={
                     "memory": {
@@ -296,6 +298,7 @@ class PrefixCache:
                 hits=self._hits,
                 misses=self._misses,
                 evictions=self._evictor.evictions,
+                evicted=dict(self._evictor.evicted),
                 leases=len(self._pins),
             )
 

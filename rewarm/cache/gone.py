@@ -60,15 +60,15 @@ class Gone:
             last = np.array([self._end(node)], np.uint64)
             self._add(last, np.array([node.end], np.int64), RESUME, item.tree.seed)
 
-    def look(self, prompt: Tokens, seed: int) -> Lost:
-        """What of a prompt was held and is gone, by the marks of its own tree."""
-        kept = min(self._count, len(self._hash))
-        if not kept:
+    def look(self, prompt: Tokens, node: Node, seed: int) -> Lost:
+        """What of a prompt was held and is gone, beyond a node that it goes through."""
+        start = node.end
+        position = self._position[: min(self._count, len(self._hash))]
+        within = np.flatnonzero((position > start) & (position <= len(prompt)))
+        if not within.size:
             return Lost()
-        hashes = self._of(prompt, 0, 0) ^ np.uint64(seed)
-        position = self._position[:kept]
-        within = np.flatnonzero(position <= len(prompt))
-        alike = within[hashes[position[within] - 1] == self._hash[within]]
+        hashes = self._of(prompt[start:], self._end(node), start) ^ np.uint64(seed)
+        alike = within[hashes[position[within] - start - 1] == self._hash[within]]
         held = position[alike]
         resume = held[self._kind[alike] == RESUME]
         return Lost(int(held.max(initial=0)), int(resume.max(initial=0)))

@@ -64,7 +64,10 @@ class Explainer:
         if reason is None or reason in ("disabled", "failed"):
             return Miss(reason, match.shared, match.resume) if reason is not None else None
         data = encode(prompt)
-        lost = self.gone.look(prompt, tree.seed)
+        used = tree.walk(data, cuts).node
+        while used.parent is not None and used.end > match.resume:
+            used = used.parent
+        lost = self.gone.look(prompt, used, tree.seed)
         if lost.resume > match.shared:
             return Miss("evicted", match.shared, match.resume, held=lost.resume)
         found = [find(self.layout, t, data, len(prompt), cuts).at for t in open_trees]

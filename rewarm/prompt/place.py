@@ -13,6 +13,7 @@ from .messages import REASONING, Message, is_system
 Field = Literal[
     "content", "reasoning_content", "tool_calls", "tools", "role", "template", "generation"
 ]
+SPARE = 8
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,20 @@ def place_of(
     the messages are looked for in what the tokens say."""
     if position >= prompt.generation and prompt.generation:
         return Place("generation", role="assistant")
-    before = [e for e in prompt.ends if e.position <= position]
-    after = [e for e in prompt.ends if e.position > position]
+    # Not always in the order of the messages: a template may move the system prompt.
+    ends = sorted(prompt.ends, key=lambda e: e.position)
+    before = [e for e in ends if e.position <= position]
+    after = [e for e in ends if e.position > position]
     first = before[-1].index if before else -1
     last = after[0].index if after else len(chat) - 1
     begin = before[-1].position if before else 0
-    stop = after[0].position if after else len(prompt.tokens)
+    # An end lies a little early where a token holds the last letters and what follows them.
+    stop = after[0].position + SPARE if after else len(prompt.tokens)
     text = str(tokenizer.decode(prompt.tokens[begin:stop].tolist()))
     at = len(str(tokenizer.decode(prompt.tokens[begin:position].tolist())))
-    pieces = list(_messages(text, chat, first, last))
+    at += len(text[at:]) - len(text[at:].lstrip())  # a space is one token with the word after it
+    between = range(first + 1, last) if first < last else ()
+    pieces = list(_messages(text, chat, first, [*between, last]))
     if first < 0 or is_system(chat[first]):
         pieces += _tools(text, tools or ())
     return _nearest(sorted(pieces), at, first)
@@ -72,22 +78,23 @@ def _nearest(pieces: Sequence[_Piece], at: int, first: int) -> Place:
     return coming if same else Place("role", coming.message, coming.role)
 
 
-def _messages(text: str, chat: Sequence[Message], first: int, last: int) -> Iterator[_Piece]:
-    """The parts of the messages after `first`, and the calls that follow its text."""
+def _messages(
+    text: str, chat: Sequence[Message], past: int, coming: Sequence[int]
+) -> Iterator[_Piece]:
+    """The parts of the coming messages, and the calls that follow the text of the past one."""
     cursor = 0
-    for i in range(max(first, 0), last + 1):
+    for i in ([past] if past >= 0 else []) + list(coming):
         message = chat[i]
         role = message["role"]
-        parts: list[tuple[Field, str]] = []
-        if i > first:
-            parts += [("reasoning_content", message.get(REASONING[0]) or "")]
-            parts += [("content", message["content"])]
-        for field, words in parts:
-            words = words.strip()
-            start = text.find(words, cursor) if words else -1
-            if start >= 0:
-                cursor = start + len(words)
-                yield _Piece(start, cursor, Place(field, i, role))
+        if i != past:
+            thinking: tuple[Field, str] = "reasoning_content", message.get(REASONING[0]) or ""
+            content: tuple[Field, str] = "content", message["content"]
+            for field, words in (thinking, content):
+                words = words.strip()
+                start = text.find(words, cursor) if words else -1
+                if start >= 0:
+                    cursor = start + len(words)
+                    yield _Piece(start, cursor, Place(field, i, role))
         for call in message.get("tool_calls") or ():
             start, stop = _extent(text, cursor, _words_of(call.get("function")))
             if stop > start:

@@ -79,7 +79,7 @@ class Service:
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(engine, options.model_name)
         self.activity = Activity()
         self._pool = ThreadPoolExecutor(THREADS, "rewarm-prompt")
         self._large = ThreadPoolExecutor(1, "rewarm-large-prompt")
@@ -233,7 +233,7 @@ class Service:
 
     def _work(self, exchange: Exchange, chat: Chat | None, salt: str | None) -> Work:
         def over(run: Run) -> None:
-            self.metrics.ran(run)
+            self.metrics.ran(run, exchange.endpoint)
             exchange.ran(run)
             if chat is not None:
                 self._remember(exchange, run, chat)

@@ -113,8 +113,9 @@ class Service:
         pool = self._pool_for(exchange)
         return await asyncio.get_running_loop().run_in_executor(pool, do, *args)
 
-    async def explaining(self, do: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._explaining, do, *args)
+    async def explained(self) -> None:
+        """Until all that was answered so far is described and remembered."""
+        await asyncio.get_running_loop().run_in_executor(self._explaining, lambda: None)
 
     def described(
         self, miss: Miss, prompt: Prompt, chat: Chat | None, salt: str | None
@@ -265,7 +266,12 @@ class Service:
         except RuntimeError:  # the server is stopping
             run.miss = {"reason": miss.reason}
             return work.deliver(event)
-        reading.add_done_callback(lambda done: loop.call_soon_threadsafe(told, done))
+
+        def back(done: Future[dict[str, Any]]) -> None:
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits
+                loop.call_soon_threadsafe(told, done)
+
+        reading.add_done_callback(back)
 
     def _remember(self, exchange: Exchange, run: Run, chat: Chat) -> None:
         if run.report is None or run.error is not None:

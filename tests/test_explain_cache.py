@@ -159,7 +159,8 @@ def test_the_first_difference_is_found_on_disk_too(tmp_path: Path) -> None:
         with cache.acquire(other) as lease:
             assert lease.miss is not None
             assert (lease.miss.reason, lease.miss.shared) == ("diverged", 150)
-            assert lease.miss.other.tolist() == asked.other.tolist()
+            seen = lease.miss.other  # as far as it was brought up
+            assert seen.tolist() == tokens[150 : 150 + len(seen)].tolist() != []
         cache.close()
 
 

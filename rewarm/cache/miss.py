@@ -69,13 +69,15 @@ class Explainer:
         if match.resume >= len(prompt) - 1:
             return None
         data = encode(prompt)
-        used = tree.walk(data, cuts).node
+        used, known = tree.walk(data, cuts)
         parts_from = tree
         if below is not None:
             there = find(self.layout, below, data, len(prompt), cuts).match
             goes_on = match.reason is None and there.shared == match.shared
             if there.shared > match.shared or (goes_on and there.reason == "diverged"):
                 match = replace(match, shared=there.shared, reason=there.reason)
+                known = 0
+            if known < match.shared:
                 parts_from = below
         reason = match.reason
         while used.parent is not None and used.end > match.resume:

@@ -113,12 +113,14 @@ def started_engine(
     model: Any = None,
     reuse: Any = "fast",
     memory: str = "64MB",
+    cache_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[ScriptedEngine, Counted]:
     model = Counted(model or tiny_model())
 
     def load() -> Loaded:
-        cache = PrefixCache(model, memory=memory, chunk=64, reuse=reuse)
+        given = {"memory": memory, "chunk": 64, "reuse": reuse, **(cache_options or {})}
+        cache = PrefixCache(model, **given)
         return Loaded(model, tokenizer or tool_tokenizer(), cache)
 
     engine = ScriptedEngine(load, EngineOptions(**options))

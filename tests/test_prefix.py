@@ -71,11 +71,12 @@ def test_a_miss_says_why() -> None:
     assert cache.match(tokens).reason == "cold"
     run(cache.model, cache, tokens)
     assert cache.match(tokens).reason is None
-    assert cache.match(joined(tokens, prompt(5))).reason == "diverged"
+    assert cache.match(joined(tokens, prompt(5))).reason is None  # it only goes on
+    assert cache.match(joined(tokens[:50], prompt(80, 9))).reason == "diverged"
     assert cache.match(joined(tokens[:50], prompt(5, 9))).reason == "no_checkpoint"
     exact = cache_of("llama", reuse="exact")
     run(exact.model, exact, tokens)
-    assert exact.match(joined(tokens[:50], prompt(50, 9))).reason == "exact_mode"
+    assert exact.match(joined(tokens[:50], prompt(5, 9))).reason == "exact_mode"
 
 
 def test_salts_share_nothing() -> None:

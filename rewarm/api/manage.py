@@ -99,6 +99,8 @@ def manage_router(service: Service) -> APIRouter:
     async def clear(request: Request) -> Response:
         """Forget everything."""
         await service.off_loop(exchange_of(request), lambda: engine.cache.clear())
+        service.activity.forget()
+        service.remembered.clear()
         return Json({"cleared": True})
 
     @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)

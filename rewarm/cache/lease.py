@@ -16,9 +16,20 @@ from .tree import Tokens, Tree, encode
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from .miss import Miss
     from .prefix import PrefixCache
 
-Reason = Literal["cold", "diverged", "no_checkpoint", "exact_mode", "disabled", "failed"]
+Reason = Literal[
+    "cold",
+    "diverged",
+    "no_checkpoint",
+    "evicted",
+    "salt",
+    "other_model",
+    "exact_mode",
+    "disabled",
+    "failed",
+]
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,7 @@ class Match:
     shared: int = 0
     resume: int = 0
     reason: Reason | None = None
-    """Why it was not more; None where everything but the last token is reused."""
+    """Why it was not more; None where all that the tree knows of the prompt is reused."""
     tier: Literal["memory", "disk"] | None = None
 
     @property
@@ -67,6 +78,7 @@ class Lease:
         hint: float = 1.0,
         match_ms: float = 0.0,
         restore_ms: float = 0.0,
+        miss: Miss | None = None,
     ) -> None:
         self.cache = cache
         self.tree = tree
@@ -87,6 +99,9 @@ class Lease:
         self.resumed_at = cast("Kind | None", pin.checkpoints[0].kind if pin.checkpoints else None)
         self.match_ms = match_ms
         self.restore_ms = restore_ms
+        self.miss = miss
+        self.restored_bytes = _held(pin)
+        """What the tree holds of the path that was restored."""
         # The finalizer may run at any moment in any thread, so it only leaves a note.
         self._finalizer = weakref.finalize(self, dropped.append, pin)
 
@@ -110,3 +125,8 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def _held(pin: Pin) -> int:
+    parts = [part for node in pin.node.path() for part in (node.rows, node.window)]
+    return sum(p.nbytes for p in (*parts, *pin.checkpoints) if p is not None)

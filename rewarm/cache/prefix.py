@@ -21,9 +21,11 @@ from .cuts import APART, Divider
 from .disk.opening import open_tier
 from .disk.tier import DiskTier
 from .find import Query, find
+from .gone import Gone
 from .layout import Layout
 from .lease import Lease, Match
 from .memory import Held, MemoryTier, auto_size, most_buffers, parse_size
+from .miss import Explainer, Miss, Missed
 from .model import (
     MakeCaches,
     Namespace,
@@ -36,9 +38,9 @@ from .model import (
 from .pins import Pin, Pins
 from .placement import Boundary, ChatPlacement, Kind, Placement, Shape
 from .restore import Restorer
-from .retention import Evictor, Retention, WorkPerByte
+from .retention import Evictor, Item, Retention, WorkPerByte
 from .stats import Stats
-from .tree import ChunkTree, Node, Origin, Tree, encode
+from .tree import ChunkTree, Node, Origin, Tokens, Tree, encode
 from .verify import verify
 
 log = logging.getLogger("rewarm")
@@ -114,10 +116,12 @@ class PrefixCache:
                 caches=self.blank(),
                 grid=f"exact {self.chunk}" if reuse == "exact" else "fast",
             )
+        self._gone = Gone()
+        self._explainer = Explainer(self.layout, self._gone)
+        self._evictor.on_evict = self._evicted
         if self.disk is not None:
             promoter = Promoter(self.layout, self.memory, self._evictor, trees)
-            below = self._restorer.below = Below(self.disk, promoter, self._trees)
-            self._evictor.on_evict = below.let_down
+            self._restorer.below = Below(self.disk, promoter, self._trees)
             self._committer.on_change = self.disk.changed
         self._pins = Pins()
         self._lock = threading.RLock()
@@ -153,10 +157,24 @@ class PrefixCache:
         """How much of a prompt could be reused now. Changes nothing."""
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
-            namespace = self._namespace.salted(salt)
-            tree = self._trees.get(namespace) or self._new_tree()
-            cuts = self._divider.grid(len(prompt), boundaries)
-            return self._restorer.match(Query(namespace, tree, encode(prompt), cuts))
+            return self._restorer.match(self._query(prompt, salt, boundaries))
+
+    def miss(
+        self,
+        tokens: Sequence[int] | npt.NDArray[Any],
+        salt: str | None = None,
+        boundaries: Sequence[Boundary] = (),
+        *,
+        other_salts: Sequence[str] = (),
+    ) -> Missed:
+        """How much of a prompt could be reused now, and why not more. Changes nothing.
+
+        `other_salts`: other namespaces of whoever asks, to be looked through as well."""
+        prompt = checked_tokens(tokens, self.vocabulary)
+        with self._entered():
+            query = self._query(prompt, salt, boundaries)
+            match = self._restorer.match(query)
+            return Missed(match, self._why(match, query, other_salts))
 
     def acquire(
         self,
@@ -191,6 +209,7 @@ class PrefixCache:
             restored = time.perf_counter()
             shape = Shape(len(prompt) - 1, found.at, found.junction, boundaries, marks)
             cuts = self._divider.cuts(shape, own_cuts)
+            miss = self._why(found.match, query) if not warm else None
             pin = self._pins.take(tree, found.node, found.at, warm=warm, hint=hint, now=self._clock)
             return Lease(
                 self,
@@ -205,6 +224,7 @@ class PrefixCache:
                 hint=hint,
                 match_ms=(matched - began) * 1e3,
                 restore_ms=(restored - matched) * 1e3,
+                miss=miss,
             )
 
     def commit(
@@ -255,7 +275,7 @@ class PrefixCache:
             return Stats(
                 entries=held.nodes,
                 checkpoints=held.checkpoints,
-                tokens=sum(n.length for t in self._trees.values() for n in t.nodes()),
+                tokens=held.tokens,
                 budget=self.memory.budget,
                 bytes={
                     "memory": {
@@ -270,6 +290,7 @@ class PrefixCache:
                 hits=self._pins.hits,
                 misses=self._pins.misses,
                 evictions=self._evictor.evictions,
+                evicted=dict(self._evictor.evicted),
                 leases=len(self._pins.held),
             )
 
@@ -339,6 +360,25 @@ class PrefixCache:
                 "make one for this model with PrefixCache(model)"
             )
 
+    def _query(self, prompt: Tokens, salt: str | None, boundaries: Sequence[Boundary]) -> Query:
+        """To look for a prompt without leaving a trace."""
+        namespace = self._namespace.salted(salt)
+        tree = self._trees.get(namespace) or self._new_tree(namespace)
+        cuts = self._divider.grid(len(prompt), boundaries)
+        return Query(namespace, tree, encode(prompt), cuts)
+
+    def _why(self, match: Match, query: Query, other_salts: Sequence[str] = ()) -> Miss | None:
+        # Of other namespaces, those that are no secret to whoever asks for this one.
+        names = {self._namespace.salted(salt) for salt in ("", *other_salts)} - {query.namespace}
+        open_trees = [self._trees[name] for name in names if name in self._trees]
+        below = self._restorer.below
+        stored = below.tree(query.namespace) if below is not None else None
+        try:
+            return self._explainer.why(match, query, stored, open_trees)
+        except Exception:
+            log.exception("the reason of a miss could not be found")
+            return Miss(match.reason, match.shared, match.resume) if match.reason else None
+
     def _tree(self, namespace: Namespace) -> Tree:
         """The tree of a namespace. Empty ones are dropped now and then, or salts would pile up."""
         if namespace not in self._trees and len(self._trees) >= self._most_trees:
@@ -347,14 +387,23 @@ class PrefixCache:
                 if not tree.root.children and id(tree) not in used:
                     del self._trees[known]
             self._most_trees = 2 * len(self._trees) + 16
-        return self._trees.setdefault(namespace, self._new_tree())
+        return self._trees.setdefault(namespace, self._new_tree(namespace))
 
-    def _new_tree(self) -> Tree:
-        return Tree() if self.reuse == "fast" else ChunkTree()
+    def _new_tree(self, namespace: Namespace) -> Tree:
+        tree = Tree() if self.reuse == "fast" else ChunkTree()
+        tree.seed = hash(namespace) & (1 << 62) - 1
+        return tree
+
+    def _evicted(self, item: Item) -> None:
+        """Memory is about to let go of something."""
+        self._gone.note(item, resumable=not self.layout.has_state)
+        if self._restorer.below is not None:
+            self._restorer.below.let_down(item)
 
     def _forget(self) -> None:
         self._pins.forget()
         self._trees.clear()
+        self._gone.clear()
         self.memory.held = Held()
 
     def _release(self, pin: Pin) -> None:

@@ -19,6 +19,8 @@ class Stats:
     hits: int
     misses: int
     evictions: int
+    evicted: dict[str, int]
+    """Evictions from memory by what went: leaf, checkpoint, window."""
     leases: int
 
     @property

@@ -92,6 +92,8 @@ class Node:
     hits: int = 0
     last_used: int = 0
     warm: bool = False
+    digest: int | None = None
+    """Of the path to its end, once something asked for it. Splitting leaves the end where it is."""
 
     @property
     def length(self) -> int:
@@ -143,6 +145,8 @@ class Tree:
     """The radix tree of one namespace. No two children of a node begin with the same token."""
 
     splits = True
+    seed = 0
+    """Tells its namespace from others where hashes of all of them lie together."""
 
     def __init__(self) -> None:
         self.root = Node(parent=None, start=0, key=b"")

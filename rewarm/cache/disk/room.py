@@ -39,6 +39,10 @@ class Room:
         """The longest unused last. Nobody but us writes here, so there will be no others."""
         self._read_all = False
 
+    @property
+    def evictions(self) -> int:
+        return self._evictor.evictions
+
     def make(self, nbytes: int, holding: list[Node]) -> bool:
         """Room for so many bytes by the time that they are written."""
         while self._strangers and self._lacking(nbytes) > 0:

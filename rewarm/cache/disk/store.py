@@ -47,6 +47,9 @@ from .sweep import Sweeper
 
 log = logging.getLogger("rewarm")
 
+Key = bytes
+"""A span's tokens."""
+
 
 @dataclass(frozen=True)
 class _Space:
@@ -273,6 +276,10 @@ class Store:
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize - self.reserve
         return min(self.limit - self.bytes(), free) - self.guard.index.may_grow
+
+    def first_keys(self, namespace: int, most: int) -> list[Key]:
+        with self.guard.using() as index:
+            return index.first_keys(namespace, most)
 
     def namespaces(self) -> list[NamespaceInfo]:
         with self.guard.using() as index:

@@ -21,6 +21,7 @@ from ..pins import Pin
 from ..placement import WEIGHTS
 from ..retention import Item, Retention
 from ..tree import Node, Payload, Tree
+from .others import Others
 from .room import Room
 from .source import OnDisk, Source
 from .store import Store
@@ -56,6 +57,9 @@ class DiskTier:
         self.store = store
         self.layout = layout
         self.writer = Writer(store)
+        self.loads = 0
+        """Spans that were brought up to memory."""
+        self.others = Others(store, about)
         self.trees = DiskTrees(store, self.writer, layout, about)
         self._room = Room(store, self.writer, self.trees, layout, policy)
         self._readers = ThreadPoolExecutor(READERS, "rewarm-disk-read")
@@ -104,6 +108,7 @@ class DiskTier:
                     lost = node
                     return
                 self.trees.use(node, is_end=node is found.node)
+                self.loads += 1
                 rows, window, state = got
                 yield Loaded(
                     node,
@@ -121,6 +126,10 @@ class DiskTier:
         state = node.checkpoint.state if node.checkpoint is not None else None
         sources = [p.source for p in (node.rows, node.window, state) if isinstance(p, OnDisk)]
         return any(s.stored is not None and not self.store.knows(s.stored) for s in sources)
+
+    @property
+    def evictions(self) -> int:
+        return self._room.evictions
 
     # Writing
 
@@ -237,6 +246,10 @@ class DiskTier:
             size += nbytes
         if group:
             yield group
+
+    def tree_of(self, namespace: Namespace) -> Tree | None:
+        own = self.trees.known(namespace)
+        return own.tree if own is not None else None
 
     def _add(self, own: DiskTree, parent: Node, nodes: list[Node], memory: Tree) -> Node | None:
         """Nodes for the tokens of memory nodes from the end of `parent` on."""

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from rewarm.demo import tiny_model
 from rewarm.prompt.text import common_tokens
 
 from . import recorded, zoo
 from .support_server import END, Running, running
 from .test_explain_cache import evict, evict_all
+from .tiny import tiny_model
 
 Reply = dict[str, Any]
 

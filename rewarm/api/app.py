@@ -23,6 +23,7 @@ from .manage import manage_router
 from .openai import openai_router
 from .openapi import describe
 from .options import ServerOptions
+from .page import page_router
 from .respond import exchange_of
 from .service import Service
 
@@ -49,6 +50,7 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
     app.include_router(openai_router(service))
     app.include_router(anthropic_router(service))
     app.include_router(manage_router(service))
+    app.include_router(page_router())
     describe(app)
 
     async def told(request: Request, error: Exception) -> Response:

@@ -37,6 +37,7 @@ from .model import (
 )
 from .placement import WEIGHTS, Boundary, ChatPlacement, Kind, Placement, Shape
 from .retention import Evictor, Retention, WorkPerByte
+from .survey import Survey, Surveyor
 from .tree import Checkpoint, ChunkTree, Node, Origin, Tokens, Tree, encode
 from .verify import verify
 
@@ -298,6 +299,20 @@ class PrefixCache:
                 evictions=self._evictor.evictions,
                 leases=len(self._pins),
             )
+
+    def survey(self) -> Survey:
+        """What every node holds. The lock is held for a few nodes at a time."""
+        with self._entered():
+            disk = self.disk.trees() if self.disk is not None else {}
+        return Surveyor(self._entered, self._trees, disk).take(lambda: self._clock)
+
+    def version(self) -> tuple[int, ...]:
+        """Another one wherever a survey may have changed."""
+        parts = [self.memory, *([self.disk.account] if self.disk is not None else [])]
+        return (self._clock, *(n for p in parts for n in (p.held.nodes, p.held.total)))
+
+    def in_namespace(self, namespace: Namespace, salt: str | None) -> bool:
+        return namespace == self._namespace.salted(salt)
 
     def resize(self, memory: int | str) -> None:
         """Set another budget; what no longer fits goes at once, except what is leased."""

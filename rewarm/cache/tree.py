@@ -11,6 +11,7 @@ other bits, so it is another node, and a path is the prompt's own cuts by constr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
@@ -92,6 +93,8 @@ class Node:
     hits: int = 0
     last_used: int = 0
     warm: bool = False
+    number: int = field(default_factory=itertools.count(1).__next__)
+    """Its name to those who look at the tree: no other node of this process has it."""
 
     @property
     def length(self) -> int:

@@ -244,6 +244,10 @@ class DiskTier:
 
     # Trees
 
+    def trees(self) -> dict[Namespace, Tree]:
+        """Those that were asked for since the start; the index may have more."""
+        return {namespace: own.tree for namespace, own in self._trees.items()}
+
     def _known(self, namespace: Namespace, chunked: bool) -> DiskTree | None:
         """A namespace's tree, if anything was ever stored for it."""
         if namespace not in self._trees and not self.store.known_namespace(self.digest(namespace)):

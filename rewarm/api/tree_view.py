@@ -1,0 +1,264 @@
+"""The tree as JSON: the spans with the most below them, the rest of each place in one entry.
+
+A survey walks every node, so one serves until something has changed, and the next is not taken
+before this one's cost is a small share of the time since. Prompt text is for the tenant whose salt
+it was sent with; of all others there are sizes."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rewarm.cache import PrefixCache
+from rewarm.cache.survey import BYTES, COLUMNS, KINDS, SUMMED, Survey
+
+from .errors import ApiError
+from .labels import Label, Labels, Mark
+
+SHARE = 0.01
+"""Of a thread's time that surveys may take while somebody looks on."""
+LABELS = 200
+"""Spans of a reply that have their words: those with the most below them."""
+TIERS = ("memory", "disk")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Which part of the tree is asked for."""
+
+    root: str | None = None
+    depth: int = 1 << 30
+    limit: int = 256
+    offset: int = 0
+    """How many of the root's children, in order of size, are left out."""
+    salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a reply has of a survey."""
+
+    rows: list[int]
+    """Parents first."""
+    taken: dict[int, int]
+    """How many of its children each of them has in the reply."""
+
+
+class TreeView:
+    """The latest survey, and replies from it. Its methods run on the server's own threads."""
+
+    def __init__(self, cache: PrefixCache, labels: Labels) -> None:
+        self.cache = cache
+        self.labels = labels
+        self._lock = threading.Lock()
+        self._survey: Survey | None = None
+        self._version: tuple[int, ...] = ()
+        self._next = 0.0
+        self._words: dict[str, Label] = {}
+
+    def tag(self, wish: Wish) -> str:
+        """The same as long as a reply would be."""
+        return f"{hash((self._version, wish)) & (1 << 64) - 1:016x}"
+
+    def forget(self) -> None:
+        """The cache was cleared: no word of it shall stay here."""
+        with self._lock:
+            self._survey, self._words, self._next = None, {}, 0.0
+
+    def refresh(self) -> None:
+        """Look again, where there is something new and the last look is long enough ago."""
+        # Whoever comes while another thread looks is served what there is.
+        if not self._lock.acquire(blocking=self._survey is None):
+            return
+        try:
+            version = self.cache.version()
+            began = time.monotonic()
+            if self._survey is not None and (version == self._version or began < self._next):
+                return
+            self._survey, self._version = self.cache.survey(), version
+            ended = time.monotonic()
+            self._next = ended + (ended - began) / SHARE
+        finally:
+            self._lock.release()
+
+    def reply(self, wish: Wish) -> dict[str, Any]:
+        survey = self._survey
+        while survey is None:  # cleared between two looks
+            self.refresh()
+            survey = self._survey
+        root = 0
+        if wish.root is not None:
+            found = survey.find(wish.root)
+            if found is None:
+                raise ApiError(
+                    404,
+                    f"root={wish.root}: there is no such span any more; leave it out for the whole "
+                    "tree",
+                )
+            root = found
+        shown = _chosen(survey, root, wish)
+        page = _Page(survey, shown, root, wish, self.cache, self.labels, self._words)
+        body = page.body()
+        if page.words:
+            self._words = page.words
+        return body
+
+
+def _chosen(survey: Survey, root: int, wish: Wish) -> Shown:
+    """The rows with the most tokens below them, from the root on."""
+    children, sums = survey.children, survey.sums
+    tokens = SUMMED.index("tokens")
+    rows: list[int] = []
+    taken: dict[int, int] = {root: 0}
+    queue: list[tuple[int, int, int, int, int]] = []
+
+    def put(parent: int, place: int, stop: int, depth: int) -> None:
+        if place < stop and depth <= wish.depth:
+            row = int(children.rows[place])
+            heapq.heappush(queue, (-int(sums[row, tokens]), row, place, stop, depth))
+
+    start, stop = children.span(root)
+    put(root, min(start + wish.offset, stop), stop, 1)
+    parent = survey.column("parent")
+    while queue and len(rows) < wish.limit:
+        _, row, place, stop, depth = heapq.heappop(queue)
+        rows.append(row)
+        above = int(parent[row])
+        taken[above] = taken.get(above, 0) + 1
+        put(above, place + 1, stop, depth)
+        put(row, *children.span(row), depth + 1)
+    return Shown(rows, taken)
+
+
+@dataclass
+class _Page:
+    """One reply in the making."""
+
+    survey: Survey
+    shown: Shown
+    root: int
+    wish: Wish
+    cache: PrefixCache
+    labels: Labels
+    known: dict[str, Label]
+    words: dict[str, Label] = field(default_factory=dict)
+    _last_roles: dict[int, str | None] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        survey = self.survey
+        cells = survey.cells
+        own = {row: self.cache.in_namespace(n, self.wish.salt) for row, n in survey.owners.items()}
+        mine = {row: yours for row, yours in own.items() if yours}
+        owner = survey.owner(self.root)
+        yours = {self.root: owner is not None and self.cache.in_namespace(owner, self.wish.salt)}
+        lit = self._last_use(list(mine))
+        nodes = []
+        for row in self.shown.rows:
+            above = int(cells[row, 0])
+            yours[row] = own.get(row, yours[above])
+            node = self._node(row)
+            if row in survey.owners:
+                node["yours"] = yours[row]
+            elif yours[row]:
+                node["used_last"] = bool(lit) and node["hits"] > 0 and node["last_used"] == lit
+                if len(self.words) < LABELS:
+                    node["label"] = asdict(self._label(row))
+            nodes.append(node)
+        return {
+            "clock": survey.clock,
+            "root": self._node(self.root),
+            "nodes": nodes,
+            "merged": list(self._merged()),
+        }
+
+    def _node(self, row: int) -> dict[str, Any]:
+        survey = self.survey
+        cell = dict(zip(COLUMNS, survey.cells[row].tolist(), strict=True))
+        below = survey.sums[row].tolist()
+        node: dict[str, Any] = {
+            "id": survey.name(row),
+            "parent": survey.name(cell["parent"]) if cell["parent"] >= 0 else None,
+            "start": cell["start"],
+            "tokens": cell["tokens"],
+            "bytes": _bytes(cell),
+            "checkpoint": KINDS[cell["kind"]],
+            "hits": cell["hits"],
+            "last_used": cell["last_used"],
+        }
+        if survey.size[row] > 1:
+            node["with_below"] = _summed(below)
+        return node
+
+    def _merged(self) -> Iterator[dict[str, Any]]:
+        """Children that are not in the reply, together, for each place that has some."""
+        children = self.survey.children
+        for row in [self.root, *self.shown.rows]:
+            start, stop = children.span(row)
+            first = start + self.shown.taken.get(row, 0)
+            if row == self.root:
+                first += self.wish.offset
+            if first < stop:
+                yield {
+                    "parent": self.survey.name(row),
+                    "count": stop - first,
+                    "offset": first - start,
+                    **_summed(children.together(first, stop)),
+                }
+
+    def _last_use(self, roots: list[int]) -> int:
+        """When a tenant's newest request found something."""
+        newest = 0
+        for row in roots:
+            span = slice(row, row + int(self.survey.size[row]))
+            used = self.survey.column("last_used")[span]
+            # What only the disk has was used by no request since it left memory.
+            found = (self.survey.column("hits")[span] > 0) & (used <= self.survey.clock)
+            newest = max(newest, int(used[found].max(initial=0)))
+        return newest
+
+    def _label(self, row: int) -> Label:
+        survey = self.survey
+        name = f"{survey.name(row)}+{int(survey.cells[row, COLUMNS.index('tokens')])}"
+        label = self.known.get(name)
+        if label is None:
+            key = survey.keys[row]
+            above = int(survey.cells[row, 0])
+            label = self.labels.label(key, self._marks(row), self._role_at_end(above))
+        self.words[name] = label
+        return label
+
+    def _marks(self, row: int) -> list[Mark]:
+        before, above = b"", int(self.survey.cells[row, 0])
+        while above > 0 and len(before) < self.labels.longest:
+            before = self.survey.keys[above][-self.labels.longest :] + before
+            above = int(self.survey.cells[above, 0])
+        return self.labels.marks(self.survey.keys[row], before)
+
+    def _role_at_end(self, row: int) -> str | None:
+        """The role of the message that a span ends in."""
+        climbed = []
+        while row > 0 and row not in self._last_roles:
+            climbed.append(row)
+            marks = self._marks(row)
+            if marks:
+                self._last_roles[row] = marks[-1].role
+                break
+            row = int(self.survey.cells[row, 0])
+        role = self._last_roles.get(row)
+        self._last_roles.update(dict.fromkeys(climbed, role))
+        return role
+
+
+def _bytes(cell: dict[str, int]) -> dict[str, dict[str, int]]:
+    found = {t: {k: cell[f"{t} {k}"] for k in BYTES if cell[f"{t} {k}"]} for t in TIERS}
+    return {tier: kinds for tier, kinds in found.items() if kinds}
+
+
+def _summed(values: list[int]) -> dict[str, Any]:
+    named = dict(zip(SUMMED, values, strict=True))
+    counts = {name: named[name] for name in ("nodes", "tokens", "checkpoints")}
+    return {**counts, "bytes": _bytes(named)}

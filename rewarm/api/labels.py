@@ -30,7 +30,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "qj", "argument
 
 
 class Mark(NamedTuple):
-    """A message whose text begins within a span; positions in tokens of the span."""
+    """A message whose text begins within a span or at its end; positions in tokens of the span."""
 
     text: int
     head: int
@@ -67,8 +67,8 @@ class Labels:
         return max(map(len, self.heads.values()), default=0)
 
     def marks(self, key: bytes, before: bytes = b"") -> list[Mark]:
-        """The messages that begin in a span. `before` ends where it begins: a head may lie there,
-        because all that can follow a message may begin with it."""
+        """The messages that begin in a span. `before` is what it goes on with: a head may lie
+        there, because all that can follow a message may begin with it."""
         found: dict[int, Mark] = {}
         shift = len(before) // WIDTH
         for role, head in self.heads.items():
@@ -78,16 +78,17 @@ class Labels:
                 # One role's may begin with another's.
                 if at not in found or mark.text > found[at].text:
                     found[at] = mark
-        return sorted(m for m in found.values() if 0 <= m.text < len(key) // WIDTH)
+        return sorted(m for m in found.values() if 0 <= m.text <= len(key) // WIDTH)
 
     def label(self, key: bytes, marks: list[Mark], before: str | None) -> Label:
         """`before`: the role of the message that the span goes on with."""
-        first, end = (marks[0] if marks else None), len(key) // WIDTH
-        if first is not None and (before is None or not self._words(key, 0, max(first.head, 0))):
-            words = self._words(key, first.text, marks[1].head if len(marks) > 1 else end)
-            return Label(first.role, words, len(marks))
-        words = self._words(key, 0, first.head if first is not None else end)
-        return Label(before, f"… {words}" if words else "", len(marks))
+        end = len(key) // WIDTH
+        heads = [mark.head for mark in marks] + [end]
+        begun = [mark for mark in marks if mark.text < end]
+        if begun and (before is None or not self._words(key, 0, max(heads[0], 0))):
+            return Label(begun[0].role, self._words(key, begun[0].text, heads[1]), len(begun))
+        words = self._words(key, 0, max(heads[0], 0))
+        return Label(before, f"… {words}" if words else "", len(begun))
 
     def _words(self, key: bytes, start: int, stop: int) -> str:
         shown = min(stop, start + WORDS)

@@ -19,6 +19,7 @@ from .anthropic import anthropic_router
 from .errors import ApiError, as_api_error, error_response, http_error
 from .exchange import CLIENT_GONE
 from .gate import Gate
+from .live import live_router
 from .manage import manage_router
 from .openai import openai_router
 from .openapi import describe
@@ -51,6 +52,7 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
     app.include_router(anthropic_router(service))
     app.include_router(manage_router(service))
     app.include_router(page_router())
+    app.include_router(live_router(service))
     describe(app)
 
     async def told(request: Request, error: Exception) -> Response:
@@ -76,5 +78,5 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
         app.add_exception_handler(expected, told)
     app.add_exception_handler(HTTPException, misplaced)
     app.add_exception_handler(ClientDisconnect, left)
-    app.add_middleware(Gate, options=options, count=service.metrics.responded)
+    app.add_middleware(Gate, options=options, finished=service.ended)
     return app

@@ -139,9 +139,18 @@ class Collector:
     between: Callable[[float], None] = lambda _: None
     """Told the seconds between two tokens of a choice."""
     error: Exception | None = None
+    resumed: int | None = None
+    """Prompt tokens that the cache gave; None until the prefill starts."""
     _last_progress: int = -1
 
+    @property
+    def position(self) -> int:
+        """Prompt tokens that are in the caches."""
+        return max(self._last_progress, 0)
+
     def prefilled(self, done: int, total: int) -> None:
+        if self.resumed is None:
+            self.resumed = done
         if done != self._last_progress:
             self._last_progress = done
             self._put(Progress(self.run, done, total))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,13 +17,15 @@ ENDPOINTS = {
     "/metrics": "metrics",
     "/openapi.json": "schema",
     "/v1/cache": "cache",
+    "/v1/cache/explain": "explain",
+    "/v1/live": "live",
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/messages": "messages",
     "/v1/messages/count_tokens": "count",
     "/v1/models": "models",
 }
-QUIET = ("cache", "health", "metrics", "page", "schema")
+QUIET = ("cache", "health", "live", "metrics", "page", "schema")
 CLIENT_GONE = 499
 
 
@@ -39,13 +42,17 @@ class Exchange:
 
     id: str
     path: str
-    count: Callable[[str, int], None] = lambda endpoint, status: None
+    finished: Callable[[Exchange, int], None] = lambda exchange, status: None
+    """Told of the exchange and its status once it is over."""
     status: int | None = None
     """None until a response has begun."""
     problem: str = ""
     size: int = 0
     """Bytes of the body."""
     work: Work | None = None
+    salt: str | None = None
+    """Whose prompts it has. Known once there is work."""
+    began: float = field(default_factory=time.monotonic)
     _done: list[Run] = field(default_factory=list)
     _closed: bool = False
     _logged: bool = False
@@ -71,7 +78,7 @@ class Exchange:
         status = self.status
         if status is None or (self.work is not None and self.work.abandoned):
             status = CLIENT_GONE
-        self.count(self.endpoint, status)
+        self.finished(self, status)
         quiet = self.endpoint in QUIET and status < 400
         level = logging.DEBUG if quiet else logging.INFO
         if requests_log.isEnabledFor(level):

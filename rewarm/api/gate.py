@@ -33,17 +33,17 @@ class Gate:
     """Request id, API key, body limit; the log line, and errors that nobody caught."""
 
     def __init__(
-        self, app: ASGIApp, options: ServerOptions, count: Callable[[str, int], None]
+        self, app: ASGIApp, options: ServerOptions, finished: Callable[[Exchange, int], None]
     ) -> None:
         self.app = app
         self.options = options
-        self.count = count
+        self.finished = finished
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
-        exchange = Exchange(_request_id(headers), scope["path"], self.count)
+        exchange = Exchange(_request_id(headers), scope["path"], self.finished)
         scope.setdefault("state", {})["exchange"] = exchange
 
         async def sending(message: Message) -> None:

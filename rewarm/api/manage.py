@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import re
 import time
 from typing import Any
@@ -15,12 +16,14 @@ from starlette.responses import Response
 from rewarm.errors import NotReady
 
 from .errors import bad_request
+from .live import SALT_HEADER
 from .openapi import errors
 from .respond import Json, exchange_of
 from .service import Service
 from .tree_view import Wish
 
-SALT_HEADER = "X-Cache-Salt"
+log = logging.getLogger("rewarm")
+
 SPAN = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 MOST_NODES = 2000
 _NUMBERS = {"depth": (1, 10_000), "limit": (1, MOST_NODES), "offset": (0, 1 << 40)}
@@ -128,6 +131,8 @@ def manage_router(service: Service) -> APIRouter:
             service.tree.forget()
 
         await service.off_loop(exchange_of(request), forget)
+        service.activity.forget()
+        log.info("the cache was cleared")
         return Json({"cleared": True})
 
     return router

@@ -16,6 +16,7 @@ from rewarm.engine.engine import Engine
 from rewarm.engine.request import Request, Sampling
 from rewarm.prompt import Answer, ChatRenderer, Message, Prompt
 
+from .activity import Activity
 from .collect import Choice, Collector
 from .errors import bad_request
 from .exchange import Exchange
@@ -75,6 +76,7 @@ class Service:
         self.engine = engine
         self.options = options
         self.metrics = Metrics(engine)
+        self.activity = Activity()
         self._pool = ThreadPoolExecutor(THREADS, "rewarm-prompt")
         self._large = ThreadPoolExecutor(1, "rewarm-large-prompt")
 
@@ -115,7 +117,7 @@ class Service:
     async def answer_chat(self, exchange: Exchange, chat: Chat, wanted: Wanted) -> Work:
         """Have a chat answered. Raises what `Engine.submit` does."""
         prompt, choices = await self.off_loop(exchange, self._chat_prompt, chat, wanted)
-        work = self._work(exchange, chat)
+        work = self._work(exchange, chat, wanted.salt)
         opening: tuple[int, ...] = ()
         after: tuple[int, ...] = ()
         if chat.must_call:
@@ -129,7 +131,7 @@ class Service:
     ) -> Work:
         """Have texts, or tokens, continued: several in one request."""
         ready = await self.off_loop(exchange, self._text_prompts, prompts, wanted)
-        work = self._work(exchange, None)
+        work = self._work(exchange, None, wanted.salt)
         for prompt, choices in ready:
             self._add(work, prompt, choices, wanted)
         return self._submitted(work)
@@ -200,7 +202,12 @@ class Service:
             return tuple(self.tokenizer.think_end_tokens)
         return ()
 
-    def _work(self, exchange: Exchange, chat: Chat | None) -> Work:
+    def ended(self, exchange: Exchange, status: int) -> None:
+        """An exchange is over, whatever came of it."""
+        self.metrics.responded(exchange.endpoint, status)
+        self.activity.ended(exchange, status)
+
+    def _work(self, exchange: Exchange, chat: Chat | None, salt: str | None) -> Work:
         def over(run: Run) -> None:
             self.metrics.ran(run)
             exchange.ran(run)
@@ -208,7 +215,8 @@ class Service:
                 self._warm_ahead(exchange, run, chat)
 
         work = Work(lambda run: self.engine.cancel(run.request), over)
-        exchange.work = work
+        exchange.work, exchange.salt = work, salt
+        self.activity.began(exchange)
         return work
 
     def _add(

@@ -29,7 +29,7 @@ def rewarm_object(runs: Sequence[Run]) -> dict[str, Any]:
         "replayed_tokens": sum(replayed(r) for r in reports),
         "prefilled_tokens": sum(r.prefilled for r in reports),
         "resume": resume,
-        "miss": first.match.reason,
+        "miss": miss_object(runs),
         "timings": {
             "queue_ms": round(first.queued_ms, 3),
             "match_ms": round(first.match_ms, 3),
@@ -38,6 +38,15 @@ def rewarm_object(runs: Sequence[Run]) -> dict[str, Any]:
             "ttft_ms": round(first.ttft_ms, 3),
         },
     }
+
+
+def miss_object(runs: Sequence[Run]) -> dict[str, Any] | None:
+    """Why not more of the first prompt was reused; None where all that could be was."""
+    report = next((run.report for run in runs if run.report is not None), None)
+    if report is None or report.match.reason is None:
+        return None
+    match = report.match
+    return {"reason": match.reason, "shared": match.shared, "resume": match.resume}
 
 
 def replayed(report: Report) -> int:

@@ -126,6 +126,8 @@ class Lease:
         self.resumed_at = cast("Kind | None", pin.checkpoints[0].kind if pin.checkpoints else None)
         self.match_ms = match_ms
         self.restore_ms = restore_ms
+        self.restored_bytes = _held(pin)
+        """What the tree holds of the path that was restored."""
         # The finalizer may run at any moment in any thread, so it only leaves a note.
         self._finalizer = weakref.finalize(self, dropped.append, pin)
 
@@ -149,3 +151,8 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def _held(pin: Pin) -> int:
+    parts = [part for node in pin.node.path() for part in (node.rows, node.window)]
+    return sum(p.nbytes for p in (*parts, *pin.checkpoints) if p is not None)

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from rewarm.errors import InvalidOption
 
-from .tree import Checkpoint, Node, Payload
+from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Payload
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 SMALLEST = 10**6
@@ -72,6 +72,11 @@ class Held:
     buffers: int = 0
     nodes: int = 0
     checkpoints: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Distinct tokens: what a node takes in the index beyond its fixed bytes is its key."""
+        return (self.index - self.nodes * NODE_BYTES) // WIDTH
 
     @property
     def payload(self) -> int:

@@ -60,6 +60,8 @@ class Stats:
     hits: int
     misses: int
     evictions: int
+    evicted: dict[str, int]
+    """Evictions from memory by what went: leaf, checkpoint, window."""
     leases: int
 
     @property
@@ -282,7 +284,7 @@ class PrefixCache:
             return Stats(
                 entries=held.nodes,
                 checkpoints=held.checkpoints,
-                tokens=sum(n.length for t in self._trees.values() for n in t.nodes()),
+                tokens=held.tokens,
                 budget=self.memory.budget,
                 bytes={
                     "memory": {
@@ -297,6 +299,7 @@ class PrefixCache:
                 hits=self._hits,
                 misses=self._misses,
                 evictions=self._evictor.evictions,
+                evicted=dict(self._evictor.evicted),
                 leases=len(self._pins),
             )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from .memory import MemoryTier
@@ -76,7 +77,12 @@ class Evictor:
     """Whether the model resumes at checkpoints only."""
     on_evict: Callable[[Item], None] | None = None
     """Told of an item that is about to go, with all it holds."""
-    evictions: int = 0
+    evicted: Counter[str] = field(default_factory=Counter)
+    """How often each kind of item went."""
+
+    @property
+    def evictions(self) -> int:
+        return self.evicted.total()
 
     def make_room(
         self, trees: Iterable[Tree], nbytes: int, buffers: int, now: int, only_warm: bool = False
@@ -215,7 +221,7 @@ class Evictor:
             self.memory.put_checkpoint(node, None)
         elif node.window is not None:
             self.memory.put_window(node, None)
-        self.evictions += 1
+        self.evicted[item.what] += 1
         return item.what == "leaf"
 
 

@@ -60,6 +60,8 @@ class Report:
     """From the start of the prefill to the first token, with what the engine did in between."""
     ttft_ms: float
     """From `submit` to the first token."""
+    restored_bytes: int = 0
+    """What the tree holds of the prefix that was restored."""
 
 
 class Sink(Protocol):

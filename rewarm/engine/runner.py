@@ -62,6 +62,7 @@ class Sequence:
     resumed_at: Kind | None = None
     match_ms: float = 0.0
     restore_ms: float = 0.0
+    restored_bytes: int = 0
 
     @property
     def warm(self) -> bool:
@@ -99,6 +100,7 @@ class Sequence:
             restore_ms=self.restore_ms,
             prefill_ms=((self.first_token or now) - started) * 1e3,
             ttft_ms=((self.first_token or now) - self.submitted) * 1e3,
+            restored_bytes=self.restored_bytes,
         )
 
 
@@ -160,6 +162,7 @@ class Runner:
         if sequence.match is None:
             sequence.match, sequence.resumed_at = lease.match, lease.resumed_at
             sequence.match_ms, sequence.restore_ms = lease.match_ms, lease.restore_ms
+            sequence.restored_bytes = lease.restored_bytes
 
     def next_piece(self, sequence: Sequence, awaited: Iterable[int] = ()) -> int:
         """How many tokens come next. `awaited` are positions that other requests wait for."""

@@ -1,8 +1,8 @@
 """The tree as JSON: the spans with the most below them, the rest of each place in one entry.
 
-A survey walks every node, so one serves until something has changed, and the next is not taken
-before this one's cost is a small share of the time since. Prompt text is for the tenant whose salt
-it was sent with; of all others there are sizes."""
+A survey walks every node, so one serves until something has changed; after a long one, the next is
+not taken before its cost is a small share of the time since. Prompt text is for the tenant whose
+salt it was sent with; of all others there are sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from .errors import ApiError
 from .labels import Label, Labels, Mark
 
 SHARE = 0.01
-"""Of a thread's time that surveys may take while somebody looks on."""
+"""Of a thread's time that long surveys may take while somebody looks on."""
+SHORT = 0.01
+"""Seconds of a survey that is taken whenever something has changed."""
 LABELS = 200
 """Spans of a reply that have their words: those with the most below them."""
 TIERS = ("memory", "disk")
@@ -80,8 +82,8 @@ class TreeView:
             if self._survey is not None and (version == self._version or began < self._next):
                 return
             self._survey, self._version = self.cache.survey(), version
-            ended = time.monotonic()
-            self._next = ended + (ended - began) / SHARE
+            cost = time.monotonic() - began
+            self._next = 0.0 if cost < SHORT else began + cost / SHARE
         finally:
             self._lock.release()
 

@@ -2,7 +2,7 @@
 
 import { bar, byId, costOf, count, draw, make, size, time, why } from "./show.js";
 
-const COLUMNS = 48;
+const COLUMNS = 32;
 const ROWS = 12;
 
 export function showLive(live) {
@@ -27,7 +27,7 @@ function rate(live, done) {
 
 function firstToken(live, done) {
   byId("ttft").textContent = time(live.ttft_ms?.p50);
-  byId("ttft-note").textContent = live.ttft_ms?.p99 ? `median, ${time(live.ttft_ms.p99)} at most for 99%` : "";
+  byId("ttft-note").textContent = live.ttft_ms?.p99 ? `median · 99% within ${time(live.ttft_ms.p99)}` : "";
   const timed = done.filter((r) => r.ttft_ms !== null);
   const most = Math.max(1, ...timed.slice(0, COLUMNS).map((r) => r.ttft_ms));
   columns(byId("ttft-chart"), timed, (request, height) => [["time", Math.max((height * request.ttft_ms) / most, 1)]]);
@@ -53,7 +53,7 @@ function columns(svg, done, parts) {
 }
 
 function held(tiers) {
-  const names = { memory: "memory", disk: "disk" };
+  byId("disk-key").hidden = !tiers.disk;
   byId("bytes").replaceChildren(...Object.entries(tiers).map(([tier, of]) => {
     const line = make("div", { class: "bar", role: "img", "aria-label": `${size(of.held)} of ${size(of.budget)} in ${tier}` });
     let used = 0;
@@ -69,7 +69,7 @@ function held(tiers) {
     line.append(free);
     const kinds = Object.entries(of.kinds).filter(([kind, bytes]) => bytes && kind !== "files");
     return make("div", { class: "tier" },
-      make("p", {}, make("b", {}, size(of.held)), ` of ${size(of.budget)} ${names[tier] ?? tier}`),
+      make("p", {}, make("b", {}, size(of.held)), ` of ${size(of.budget)} ${tier}`),
       line,
       make("p", { class: "soft" }, kinds.map(([kind, bytes]) => `${kind} ${size(bytes)}`).join(" · ")),
     );

@@ -9,6 +9,8 @@ const ROW = 34;
 const HIGHEST = 380;
 const AXIS = 18;
 const GAP = 1.5;
+const MERGED = 14;
+const HINT = "Point at a span, or use the arrow keys, to see which message it is.";
 
 export class Tree {
   constructor() {
@@ -76,6 +78,7 @@ export class Tree {
         mine: parent.mine, children: [],
       });
     }
+    for (const place of known.values()) place.run = runOf(place);
     this.top = known.get(tree.root.id);
     const used = tree.nodes.filter((n) => n.used_last).map((n) => n.last_used);
     this.since = Math.max(0, ...used);
@@ -96,7 +99,8 @@ export class Tree {
       viewBox: `0 0 ${width} ${height + AXIS}`, width, height: height + AXIS, "aria-hidden": "false",
     });
     this.places = [];
-    this._axis(svg, start, end, scale, height);
+    if (this.top.children.length) this._axis(svg, start, end, scale, height);
+    this.over = [];
     const roots = this.root === null ? this.top.children : [this.top];
     let y = 0;
     for (const place of roots) {
@@ -104,10 +108,12 @@ export class Tree {
       this._span(svg, place, null, { x: (at) => (at - start) * scale, y, height: share, level: 1 });
       y += share;
     }
+    svg.append(...this.over);
     if (!this.places.length) svg.append(draw("text", { x: 0, y: 22 }, "Nothing yet: ask something."));
     this.element.replaceChildren(svg);
     if (this.here && !this.places.some((p) => p.id === this.here)) this.here = null;
     this._mark();
+    if (!this.told) this._tell(null);
   }
 
   _axis(svg, start, end, scale, height) {
@@ -122,7 +128,7 @@ export class Tree {
 
   _span(svg, place, parent, box) {
     const left = box.x(place.start);
-    const wide = place.merged ? 14 : box.x(place.start + place.tokens) - left;
+    const wide = place.merged ? MERGED : box.x(place.start + place.tokens) - left;
     if (place.tokens && wide > 0) this._body(svg, place, parent, box, left, wide);
     const leaves = leavesOf(place);
     let y = box.y;
@@ -136,7 +142,10 @@ export class Tree {
 
   _body(svg, place, parent, box, left, wide) {
     const tall = Math.max(box.height - GAP, 0.7);
-    const across = Math.max(wide - GAP, 1);
+    // A message that is stored in several spans is one block; its words go over all of it.
+    const goesOn = place.run > place.tokens || (place.inRun && !place.endsRun);
+    const across = Math.max(wide - (goesOn ? 0 : GAP), 1);
+    const room = (box.x(place.start + place.run) - left) - GAP;
     const tiers = Object.keys(place.bytes);
     const lit = this._lit(place);
     const fresh = !lit && place.mine && !place.merged && place.last_used >= this.since && !place.hits;
@@ -151,10 +160,11 @@ export class Tree {
     group.append(draw("rect", { class: "body", x: left, y: box.y, width: across, height: tall, rx: Math.min(3, across / 2) }));
     if (lit) group.append(draw("rect", { class: "lit", x: left, y: box.y, width: across * lit, height: tall, rx: Math.min(3, across / 2) }));
     if (kinds.includes("both") && tall > 8) group.append(draw("rect", { class: "below", x: left, y: box.y + tall - 3, width: across, height: 3 }));
-    const words = wordsOf(place);
-    if (words && across > 46 && tall > 13) group.append(clipped(words, left + 7, box.y + tall / 2 + 4, across - 18));
+    const words = place.inRun ? "" : wordsOf(place, runWords(place));
+    if (words && room > 56 && tall > 13) this.over.push(clipped(words, left + 8, box.y + tall / 2 + 4, room - 20, lit > 0.5));
     if (place.checkpoint && tall > 5) {
-      group.append(draw("circle", { class: "point", cx: left + across, cy: box.y + tall / 2, r: Math.min(3.2, tall / 3) }));
+      const cx = left + wide - GAP;
+      this.over.push(draw("circle", { class: "point", cx, cy: box.y + tall / 2, r: Math.min(2.8, tall / 3) }));
     }
     group.addEventListener("pointerenter", () => this._tell(place));
     group.addEventListener("click", () => {
@@ -180,7 +190,8 @@ export class Tree {
   _tell(place) {
     this.told = place;
     const shown = place ?? this.places.find((p) => p.id === this.here)?.place;
-    this.detail.replaceChildren();
+    this.detail.classList.toggle("hint", !shown);
+    this.detail.textContent = shown || !this.places.length ? "" : HINT;
     if (!shown) return;
     const [first, ...rest] = said(shown).split(" · ");
     const head = document.createElement("b");
@@ -240,6 +251,20 @@ function leavesOf(place) {
   return place.leaves;
 }
 
+/** How many tokens a message goes on for, over the spans that follow each other without a branch. */
+function runOf(place) {
+  const [next] = place.children;
+  const same = place.tokens && place.children.length === 1 && !next.merged
+    && next.label && !next.label.messages && next.label.role === place.label?.role;
+  if (!same) {
+    place.endsRun = true;
+    return place.tokens;
+  }
+  next.inRun = true;
+  next.run = runOf(next);
+  return place.tokens + next.run;
+}
+
 function reach(place) {
   const own = place.merged ? place.start : place.start + place.tokens;
   return [own, ...place.children.flatMap(reach)];
@@ -250,16 +275,21 @@ function niceStep(least) {
   return [1, 2, 5, 10].map((n) => n * power).find((n) => n >= least) ?? power;
 }
 
-function wordsOf(place) {
-  if (place.merged) return "";
-  const { role, text } = place.label ?? {};
-  return [role, text].filter(Boolean).join(" · ");
+function wordsOf(place, text = place.label?.text) {
+  return place.merged ? "" : [place.label?.role, text].filter(Boolean).join(" · ");
 }
 
-function clipped(words, x, y, width) {
-  const most = Math.floor(width / 5.9);
-  const text = words.length > most ? `${words.slice(0, Math.max(most - 1, 1))}…` : words;
-  return draw("text", { x, y }, text);
+/** The first words of a block: a span of a few tokens of the template has none. */
+function runWords(place) {
+  const text = place.label?.text;
+  if (text || place.run === place.tokens) return text;
+  return runWords(place.children[0])?.replace(/^… /, "");
+}
+
+function clipped(words, x, y, width, lit) {
+  const most = Math.floor(width / 6);
+  const text = words.length > most ? `${words.slice(0, Math.max(most - 1, 1)).trimEnd()}…` : words;
+  return draw("text", { x, y, class: lit ? "on" : "" }, text);
 }
 
 /** A span in words. */

@@ -217,7 +217,8 @@ class Surveyor:
             if place.met is None:
                 found = (_covering(node, at) for node in place.disk)
                 place.met = {_edge(node, at, whole): node for node in found if node is not None}
-            disk = place.met.pop(_edge(memory, at, whole), None)
+            met = place.met.pop(_edge(memory, at, whole), None)
+            disk = _covering(met, at) if met is not None else None
             if not place.met:
                 place.disk = []
         node = memory or disk

@@ -24,7 +24,7 @@ from .tree import WIDTH, Node, Tree, agreement
 
 Column = npt.NDArray[np.int64]
 
-SLICE = 512
+SLICE = 1024
 """Nodes that are looked at while the lock is held: one or two milliseconds."""
 PAUSE = 2e-4
 """Seconds in which whoever waits for the lock gets it: one that is taken back at once would not
@@ -206,6 +206,8 @@ class Surveyor:
         """Take the next branch of a place: a row for the part that is one span in both tiers."""
         at = place.at
         memory = disk = None
+        if place.memory and not place.disk and place.memory[-1].start == at:
+            return self._whole(place.row, place.memory.pop())
         if place.memory:
             memory = _covering(place.memory.pop(), at)
         elif place.met is not None:
@@ -233,6 +235,23 @@ class Surveyor:
         end = at + len(key) // WIDTH
         goes_on, below = _after(memory, end), _after(disk, end)
         return _Branches(row, end, goes_on, below) if goes_on or below else None
+
+    def _whole(self, parent: int, node: Node) -> _Branches | None:
+        """A node that only memory has, as it is: the way of most, kept short."""
+        if node.parent is None:
+            return None
+        checkpoint, end = node.checkpoint, node.end
+        kind, state = (KIND[checkpoint.kind], checkpoint.nbytes) if checkpoint else (0, 0)
+        rows = node.rows.nbytes if node.rows is not None else 0
+        window = node.window.nbytes if node.window is not None else 0
+        start, used = node.start, (node.hits, node.last_used)
+        self.cells.extend(
+            (parent, node.number, 0, start, end - start, kind, *used, rows, window, state, 0, 0, 0)
+        )
+        self.keys.append(node.key)
+        if not node.children:
+            return None
+        return _Branches(len(self.keys) - 1, end, list(node.children.values()), [])
 
     def _note(
         self, parent: int, key: bytes, at: int, memory: Node | None = None, disk: Node | None = None

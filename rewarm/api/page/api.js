@@ -42,7 +42,13 @@ async function send(path, options = {}) {
     const key = sessionStorage.getItem(KEPT);
     const headers = { ...options.headers };
     if (key) headers.Authorization = `Bearer ${key}`;
-    const reply = await fetch(path, { cache: "no-store", ...options, headers });
+    let reply;
+    try {
+      reply = await fetch(path, { cache: "no-store", ...options, headers });
+    } catch (problem) {
+      if (options.signal?.aborted) throw problem;
+      throw new Problem(0, "the server cannot be reached");
+    }
     if (reply.status !== 401) return reply;
     if (sessionStorage.getItem(KEPT) === key) await askForKey(key !== null);
   }

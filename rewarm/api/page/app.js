@@ -1,6 +1,6 @@
 // The page: wires the parts together, and asks the server now and then while it is looked at.
 
-import { forgetKey, get, hasKey } from "./api.js";
+import { Problem, forgetKey, get, hasKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { showCache, showLive } from "./figures.js";
 import { byId } from "./show.js";
@@ -44,6 +44,7 @@ async function look() {
     byId("forget-key").hidden = !hasKey();
   } catch (problem) {
     wait = AFTER_FAILURE;
+    if (!(problem instanceof Problem)) console.error(problem);
     say(problem.status === 503 ? "loading" : "unreachable");
   }
   looking = false;

@@ -75,13 +75,15 @@ export class Tree {
       const parent = known.get(rest.parent);
       parent.children.push({
         ...rest, id: `${rest.parent}+`, merged: rest.count, start: parent.start + parent.tokens,
-        mine: parent.mine, children: [],
+        mine: parent.mine, children: [], run: 0, endsRun: true,
       });
     }
     for (const place of known.values()) place.run = runOf(place);
     this.top = known.get(tree.root.id);
     const used = tree.nodes.filter((n) => n.used_last).map((n) => n.last_used);
-    this.since = Math.max(0, ...used);
+    const newest = tree.nodes.filter((n) => n.tokens).map((n) => n.last_used);
+    // Where nothing was reused, all that the newest request has left is new.
+    this.since = used.length ? Math.max(...used) : Math.max(1, ...newest);
   }
 
   _draw() {
@@ -143,7 +145,7 @@ export class Tree {
   _body(svg, place, parent, box, left, wide) {
     const tall = Math.max(box.height - GAP, 0.7);
     // A message that is stored in several spans is one block; its words go over all of it.
-    const goesOn = place.run > place.tokens || (place.inRun && !place.endsRun);
+    const goesOn = !place.endsRun;
     const across = Math.max(wide - (goesOn ? 0 : GAP), 1);
     const room = (box.x(place.start + place.run) - left) - GAP;
     const tiers = Object.keys(place.bytes);
@@ -152,7 +154,7 @@ export class Tree {
     const deep = place.merged || place.children.length;
     const kinds = [
       "span", place.merged && "merged", tiers.includes("disk") && (tiers.includes("memory") ? "both" : "disk"),
-      fresh && "fresh", lit > 0.5 && "on", !place.mine && "other", deep && "deep",
+      fresh && "fresh", tall < 6 && "thin", lit > 0.5 && "on", !place.mine && "other", deep && "deep",
     ].filter(Boolean).join(" ");
     const group = draw("g", {
       class: kinds, id: `span-${place.id}`, role: "treeitem", "aria-level": box.level, "aria-label": said(place),
@@ -282,7 +284,7 @@ function wordsOf(place, text = place.label?.text) {
 /** The first words of a block: a span of a few tokens of the template has none. */
 function runWords(place) {
   const text = place.label?.text;
-  if (text || place.run === place.tokens) return text;
+  if (text || place.endsRun) return text;
   return runWords(place.children[0])?.replace(/^… /, "");
 }
 

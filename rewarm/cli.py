@@ -17,6 +17,7 @@ from rich.logging import RichHandler
 import rewarm
 from rewarm.accel import blas
 from rewarm.cli_cache import cache_app
+from rewarm.cli_live import explain, top
 from rewarm.errors import InvalidOption, NotReady, RewarmError
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ def demo(
 
 
 app.add_typer(cache_app, name="cache")
+app.command()(explain)
+app.command()(top)
 
 CACHE, MODEL = "Cache", "Model"
 

@@ -108,12 +108,18 @@ class Running:
 
 
 def started_engine(
-    tokenizer: Any = None, *, model: Any = None, reuse: Any = "fast", **options: Any
+    tokenizer: Any = None,
+    *,
+    model: Any = None,
+    reuse: Any = "fast",
+    cache_options: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[ScriptedEngine, Counted]:
     model = Counted(model or tiny_model())
 
     def load() -> Loaded:
-        cache = PrefixCache(model, memory="64MB", chunk=64, reuse=reuse)
+        given = {"memory": "64MB", "chunk": 64, "reuse": reuse, **(cache_options or {})}
+        cache = PrefixCache(model, **given)
         return Loaded(model, tokenizer or tool_tokenizer(), cache)
 
     engine = ScriptedEngine(load, EngineOptions(**options))

@@ -18,6 +18,7 @@ from rewarm.errors import RewarmError
 from .anthropic import anthropic_router
 from .errors import ApiError, as_api_error, error_response, http_error
 from .exchange import CLIENT_GONE
+from .explain import explain_router
 from .gate import Gate
 from .live import live_router
 from .manage import manage_router
@@ -53,6 +54,7 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
     app.include_router(manage_router(service))
     app.include_router(page_router())
     app.include_router(live_router(service))
+    app.include_router(explain_router(service))
     describe(app)
 
     async def told(request: Request, error: Exception) -> Response:

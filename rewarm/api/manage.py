@@ -132,6 +132,7 @@ def manage_router(service: Service) -> APIRouter:
 
         await service.off_loop(exchange_of(request), forget)
         service.activity.forget()
+        service.remembered.clear()
         log.info("the cache was cleared")
         return Json({"cleared": True})
 

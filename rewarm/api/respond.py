@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -15,6 +16,7 @@ from .sse import encoded
 from .work import Work
 
 B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
 
 
 class Json(Response):
@@ -30,6 +32,10 @@ def exchange_of(request: Request) -> Exchange:
 
 
 async def parsed(request: Request, schema: type[B], service: Service) -> B:
+    return await checked(request, schema.model_validate_json, service)
+
+
+async def checked(request: Request, check: Callable[[bytes], T], service: Service) -> T:
     """A body, checked off the event loop: it may be large."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A web page can have any browser send other types without asking the server first.
@@ -41,7 +47,7 @@ async def parsed(request: Request, schema: type[B], service: Service) -> B:
     body = await request.body()
     exchange = exchange_of(request)
     exchange.size = len(body)
-    return await service.off_loop(exchange, schema.model_validate_json, body)
+    return await service.off_loop(exchange, check, body)
 
 
 async def finished(work: Work, request: Request) -> Response | None:

@@ -5,24 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 
+from rewarm.cache.miss import Miss
 from rewarm.engine.engine import Engine
 from rewarm.engine.request import Request, Sampling
 from rewarm.prompt import Answer, ChatRenderer, Message, Prompt
+from rewarm.prompt.advice import Told
+from rewarm.prompt.messages import normalised
 
 from .activity import Activity
-from .collect import Choice, Collector
+from .collect import Choice, Collector, Done, Event
 from .errors import bad_request
 from .exchange import Exchange
 from .labels import Labels
 from .metrics import Metrics
 from .options import ServerOptions
+from .reasons import described
+from .remembered import Asked, Remembered
 from .texts import TokenTexts
 from .tree_view import TreeView
 from .work import Run, Work
@@ -79,6 +85,9 @@ class Service:
         self.activity = Activity()
         self._pool = ThreadPoolExecutor(THREADS, "rewarm-prompt")
         self._large = ThreadPoolExecutor(1, "rewarm-large-prompt")
+        # One thread: what is said of a request is said before the request itself is remembered.
+        self._explaining = ThreadPoolExecutor(1, "rewarm-explain")
+        self.remembered = Remembered()
 
     # Known once the model is loaded: until then the engine raises NotReady.
 
@@ -103,12 +112,33 @@ class Service:
         return frozenset(int(token) for token in self.tokenizer.eos_token_ids)
 
     def close(self) -> None:
-        for pool in (self._pool, self._large):
+        for pool in (self._pool, self._large, self._explaining):
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def off_loop(self, exchange: Exchange, do: Callable[..., T], *args: Any) -> T:
         pool = self._pool_for(exchange)
         return await asyncio.get_running_loop().run_in_executor(pool, do, *args)
+
+    async def explaining(self, do: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._explaining, do, *args)
+
+    def described(
+        self, miss: Miss, prompt: Prompt, chat: Chat | None, salt: str | None
+    ) -> dict[str, Any]:
+        """A miss in words and figures, for the tenant whose prompt it is. Not on the event loop:
+        it may have to read a long message."""
+        cache = self.engine.cache
+        if cache.reuse == "exact" and miss.reason == "diverged":
+            # A tree of chunks does not know how far prompts agree beyond a chunk of another length.
+            shared, asked = self.remembered.longest(salt, prompt.tokens)
+            if asked is not None and shared > miss.shared:
+                miss = replace(miss, shared=shared, other=asked.tokens[shared:])
+        if miss.reason == "cold" and cache.disk is not None:
+            held = cache.disk.others.shared(prompt.tokens, salt)
+            if held > miss.shared:
+                miss = replace(miss, reason="other_model", held=held)
+        messages = normalised(chat.messages) if chat is not None else None
+        return described(miss, prompt, self.tokenizer, messages, chat.tools if chat else None)
 
     def _pool_for(self, exchange: Exchange) -> ThreadPoolExecutor:
         """Large requests are worked on one at a time: the others need not wait for them."""
@@ -123,7 +153,7 @@ class Service:
         if chat.must_call:
             opening = tuple(self.tokenizer.tool_call_start_tokens)
             after = self._end_of_thinking(prompt)
-        self._add(work, prompt, choices, wanted, opening, after)
+        self._add(work, chat, prompt, choices, wanted, opening, after)
         return self._submitted(work)
 
     async def continue_texts(
@@ -133,7 +163,7 @@ class Service:
         ready = await self.off_loop(exchange, self._text_prompts, prompts, wanted)
         work = self._work(exchange, None, wanted.salt)
         for prompt, choices in ready:
-            self._add(work, prompt, choices, wanted)
+            self._add(work, None, prompt, choices, wanted)
         return self._submitted(work)
 
     def render(self, chat: Chat) -> Prompt:
@@ -212,6 +242,7 @@ class Service:
             self.metrics.ran(run)
             exchange.ran(run)
             if chat is not None:
+                self._remember(exchange, run, chat)
                 self._warm_ahead(exchange, run, chat)
 
         work = Work(lambda run: self.engine.cancel(run.request), over)
@@ -219,9 +250,50 @@ class Service:
         self.activity.began(exchange)
         return work
 
+    def _deliver(self, work: Work, chat: Chat | None, event: Event) -> None:
+        """A run is over once it is known why it missed what it missed."""
+        if not isinstance(event, Done) or event.report.miss is None:
+            return work.deliver(event)
+        run, miss = work.runs[event.run], event.report.miss
+        loop = asyncio.get_running_loop()
+
+        def told(reading: Future[dict[str, Any]]) -> None:
+            failed = reading.cancelled() or reading.exception() is not None
+            if failed and not reading.cancelled():
+                log.error("a miss could not be described", exc_info=reading.exception())
+            run.miss = {"reason": miss.reason} if failed else reading.result()
+            work.deliver(event)
+
+        try:
+            reading = self._explaining.submit(
+                self.described, miss, run.prompt, chat, run.request.salt
+            )
+        except RuntimeError:  # the server is stopping
+            run.miss = {"reason": miss.reason}
+            return work.deliver(event)
+        reading.add_done_callback(lambda done: loop.call_soon_threadsafe(told, done))
+
+    def _remember(self, exchange: Exchange, run: Run, chat: Chat) -> None:
+        if run.report is None or run.error is not None:
+            return
+
+        def remember() -> None:
+            messages = list(chat.messages)
+            if len(run.choices) == 1 and run.choices[0].finish in ("stop", "tool_calls"):
+                messages.append(chat.delivered(run.choices[0]))
+            told = Told(normalised(messages), chat.tools or ())
+            prompt = run.prompt
+            self.remembered.add(
+                Asked(exchange.id, run.request.salt, told, prompt.tokens, prompt.generation)
+            )
+
+        with suppress(RuntimeError):  # the server is stopping
+            self._explaining.submit(remember)
+
     def _add(
         self,
         work: Work,
+        chat: Chat | None,
         prompt: Prompt,
         choices: list[Choice],
         wanted: Wanted,
@@ -230,7 +302,7 @@ class Service:
     ) -> None:
         collector = Collector(
             choices,
-            work.deliver,
+            lambda event: self._deliver(work, chat, event),
             asyncio.get_running_loop(),
             run=len(work.runs),
             stream=wanted.stream,

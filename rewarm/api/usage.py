@@ -42,11 +42,7 @@ def rewarm_object(runs: Sequence[Run]) -> dict[str, Any]:
 
 def miss_object(runs: Sequence[Run]) -> dict[str, Any] | None:
     """Why not more of the first prompt was reused; None where all that could be was."""
-    report = next((run.report for run in runs if run.report is not None), None)
-    if report is None or report.match.reason is None:
-        return None
-    match = report.match
-    return {"reason": match.reason, "shared": match.shared, "resume": match.resume}
+    return next((run.miss for run in runs if run.report is not None), None)
 
 
 def replayed(report: Report) -> int:

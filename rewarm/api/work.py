@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.types import Receive
 
@@ -23,6 +24,8 @@ class Run:
     collector: Collector
     report: Report | None = None
     error: Exception | None = None
+    miss: dict[str, Any] | None = None
+    """Why not more of the prompt was reused, in words and figures."""
 
     @property
     def choices(self) -> list[Choice]:

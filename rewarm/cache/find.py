@@ -12,7 +12,7 @@ from typing import Any
 from .layout import Layout
 from .lease import Match, Reason
 from .payload import PackedState, Rows
-from .tree import Node, Tree
+from .tree import WIDTH, Node, Tree, Walk
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,26 @@ def find(layout: Layout, tree: Tree, data: bytes, length: int, cuts: Sequence[in
     if not layout.reusable:
         reason = "disabled"
     elif resume < length - 1:
-        if walk.shared == 0:
-            reason = "cold"
-        elif resume == walk.shared:
-            reason = "diverged"
-        elif resume == limit:
-            reason = "exact_mode"
-        else:
-            reason = "no_checkpoint"
+        reason = _missed(walk, data, length, resume, limit)
     match = Match(length, walk.shared, resume, reason, "memory" if resume else None)
     return Found(match, node, junction=limit)
+
+
+def _missed(walk: Walk, data: bytes, length: int, resume: int, limit: int) -> Reason | None:
+    """What costs most: that the tree goes on otherwise, or that it cannot be resumed further on.
+    A prompt that goes on where the tree ends has missed nothing there."""
+    node, shared = walk
+    if not shared:
+        return "cold"
+    parts = shared < node.end or bool(node.children)
+    if shared > node.end:
+        # Into a chunk that is not its own; what goes on where that one ends does not part from it.
+        parts = data[node.end * WIDTH : shared * WIDTH] not in node.children
+    if parts and length - 1 - shared >= shared - resume:
+        return "diverged"
+    if resume < min(shared, length - 1):
+        return "exact_mode" if resume == limit else "no_checkpoint"
+    return None
 
 
 def restore(layout: Layout, blank: list[Any], found: Found, room: int) -> list[Any]:

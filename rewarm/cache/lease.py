@@ -15,9 +15,20 @@ from .tree import Checkpoint, Node, Tokens, Tree, encode
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from .miss import Miss
     from .prefix import PrefixCache
 
-Reason = Literal["cold", "diverged", "no_checkpoint", "exact_mode", "disabled", "failed"]
+Reason = Literal[
+    "cold",
+    "diverged",
+    "no_checkpoint",
+    "evicted",
+    "salt",
+    "other_model",
+    "exact_mode",
+    "disabled",
+    "failed",
+]
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,7 @@ class Match:
     shared: int = 0
     resume: int = 0
     reason: Reason | None = None
-    """Why it was not more; None where everything but the last token is reused."""
+    """Why it was not more; None where all that the tree knows of the prompt is reused."""
     tier: Literal["memory", "disk"] | None = None
 
     @property
@@ -106,6 +117,7 @@ class Lease:
         hint: float = 1.0,
         match_ms: float = 0.0,
         restore_ms: float = 0.0,
+        miss: Miss | None = None,
     ) -> None:
         self.cache = cache
         self.tree = tree
@@ -126,6 +138,7 @@ class Lease:
         self.resumed_at = cast("Kind | None", pin.checkpoints[0].kind if pin.checkpoints else None)
         self.match_ms = match_ms
         self.restore_ms = restore_ms
+        self.miss = miss
         self.restored_bytes = _held(pin)
         """What the tree holds of the path that was restored."""
         # The finalizer may run at any moment in any thread, so it only leaves a note.

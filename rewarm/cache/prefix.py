@@ -23,9 +23,11 @@ from .cuts import APART, chunks, grid
 from .disk.opening import open_tier
 from .disk.tier import DiskTier
 from .find import Found, find, restore
+from .gone import Gone
 from .layout import Layout
 from .lease import Cut, Lease, Match, Pin
 from .memory import Held, MemoryTier, auto_size, most_buffers, parse_size
+from .miss import Explainer, Miss, Missed
 from .model import (
     MakeCaches,
     Namespace,
@@ -36,7 +38,7 @@ from .model import (
     vocabulary_size,
 )
 from .placement import WEIGHTS, Boundary, ChatPlacement, Kind, Placement, Shape
-from .retention import Evictor, Retention, WorkPerByte
+from .retention import Evictor, Item, Retention, WorkPerByte
 from .survey import Survey, Surveyor
 from .tree import Checkpoint, ChunkTree, Node, Origin, Tokens, Tree, encode
 from .verify import verify
@@ -133,10 +135,12 @@ class PrefixCache:
                 caches=self.blank(),
                 grid=f"exact {self.chunk}" if reuse == "exact" else "fast",
             )
+        self._gone = Gone()
+        self._explainer = Explainer(self.layout, self._gone)
+        self._evictor.on_evict = self._evicted
         if self.disk is not None:
             promoter = Promoter(self.layout, self.memory, self._evictor, trees)
             self._below = Below(self.disk, promoter, self._trees)
-            self._evictor.on_evict = self._below.let_down
             self._committer.on_change = self.disk.changed
         self._pins: set[Pin] = set()
         self._dropped: deque[Pin] = deque()
@@ -175,14 +179,26 @@ class PrefixCache:
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
             namespace = self._namespace.salted(salt)
-            tree = self._trees.get(namespace) or self._new_tree()
+            return self._match(namespace, prompt, self._grid(prompt, boundaries))
+
+    def miss(
+        self,
+        tokens: Sequence[int] | npt.NDArray[Any],
+        salt: str | None = None,
+        boundaries: Sequence[Boundary] = (),
+        *,
+        other_salts: Sequence[str] = (),
+    ) -> Missed:
+        """How much of a prompt could be reused now, and why not more. Changes nothing.
+
+        `other_salts`: other namespaces of whoever asks, to be looked through as well."""
+        prompt = checked_tokens(tokens, self.vocabulary)
+        with self._entered():
+            namespace = self._namespace.salted(salt)
             cuts = self._grid(prompt, boundaries)
-            match = self._find(tree, prompt, cuts).match
-            below = self._below.find(namespace, tree, prompt, cuts) if self._below else None
-            if below is None or below.at <= match.resume:
-                return match
-            shared = max(match.shared, below.match.shared)
-            return replace(below.match, shared=shared, tier="disk")
+            match = self._match(namespace, prompt, cuts)
+            tree = self._trees.get(namespace) or self._new_tree(namespace)
+            return Missed(match, self._why(match, namespace, tree, prompt, cuts, other_salts))
 
     def acquire(
         self,
@@ -215,6 +231,9 @@ class PrefixCache:
             restored = time.perf_counter()
             shape = Shape(len(prompt) - 1, found.at, found.junction, boundaries, marks)
             cuts = self._cuts(shape, own_cuts)
+            miss = None
+            if not warm:
+                miss = self._why(found.match, self._namespace.salted(salt), tree, prompt, own_cuts)
             pin = self._pinned(tree, found, warm, hint)
             return Lease(
                 self,
@@ -229,6 +248,7 @@ class PrefixCache:
                 hint=hint,
                 match_ms=(matched - began) * 1e3,
                 restore_ms=(restored - matched) * 1e3,
+                miss=miss,
             )
 
     def commit(
@@ -379,6 +399,33 @@ class PrefixCache:
                 "make one for this model with PrefixCache(model)"
             )
 
+    def _match(self, namespace: Namespace, prompt: Tokens, cuts: list[int]) -> Match:
+        tree = self._trees.get(namespace) or self._new_tree(namespace)
+        match = self._find(tree, prompt, cuts).match
+        below = self._below.find(namespace, tree, prompt, cuts) if self._below else None
+        if below is None or below.at <= match.resume:
+            return match
+        shared = max(match.shared, below.match.shared)
+        return replace(below.match, shared=shared, tier="disk")
+
+    def _why(
+        self,
+        match: Match,
+        namespace: Namespace,
+        tree: Tree,
+        prompt: Tokens,
+        cuts: list[int],
+        other_salts: Sequence[str] = (),
+    ) -> Miss | None:
+        # Of other namespaces, those that are no secret to whoever asks for this one.
+        names = {self._namespace.salted(salt) for salt in ("", *other_salts)} - {namespace}
+        open_trees = [self._trees[name] for name in names if name in self._trees]
+        try:
+            return self._explainer.why(match, tree, prompt, cuts, open_trees)
+        except Exception:
+            log.exception("the reason of a miss could not be found")
+            return Miss(match.reason, match.shared, match.resume) if match.reason else None
+
     def _find(self, tree: Tree, prompt: Tokens, cuts: list[int]) -> Found:
         return find(self.layout, tree, encode(prompt), len(prompt), cuts)
 
@@ -490,16 +537,25 @@ class PrefixCache:
                 if not tree.root.children and id(tree) not in used:
                     del self._trees[known]
             self._most_trees = 2 * len(self._trees) + 16
-        return self._trees.setdefault(namespace, self._new_tree())
+        return self._trees.setdefault(namespace, self._new_tree(namespace))
 
-    def _new_tree(self) -> Tree:
-        return Tree() if self.reuse == "fast" else ChunkTree()
+    def _new_tree(self, namespace: Namespace) -> Tree:
+        tree = Tree() if self.reuse == "fast" else ChunkTree()
+        tree.seed = hash(namespace) & (1 << 62) - 1
+        return tree
+
+    def _evicted(self, item: Item) -> None:
+        """Memory is about to let go of something."""
+        self._gone.note(item, resumable=not self.layout.has_state)
+        if self._below is not None:
+            self._below.let_down(item)
 
     def _forget(self) -> None:
         for pin in self._pins:
             pin.live = False
         self._pins.clear()
         self._trees.clear()
+        self._gone.clear()
         self.memory.held = Held()
 
     def _release(self, pin: Pin) -> None:

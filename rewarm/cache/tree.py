@@ -95,6 +95,8 @@ class Node:
     warm: bool = False
     number: int = field(default_factory=itertools.count(1).__next__)
     """Its name to those who look at the tree: no other node of this process has it."""
+    digest: int | None = None
+    """Of the path to its end, once something asked for it. Splitting leaves the end where it is."""
 
     @property
     def length(self) -> int:
@@ -146,6 +148,8 @@ class Tree:
     """The radix tree of one namespace. No two children of a node begin with the same token."""
 
     splits = True
+    seed = 0
+    """Tells its namespace from others where hashes of all of them lie together."""
 
     def __init__(self) -> None:
         self.root = Node(parent=None, start=0, key=b"")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from rewarm.cache.lease import Match
+from rewarm.cache.miss import Miss
 from rewarm.cache.placement import Boundary, Kind
 from rewarm.cache.tree import Tokens
 
@@ -62,6 +63,8 @@ class Report:
     """From `submit` to the first token."""
     restored_bytes: int = 0
     """What the tree holds of the prefix that was restored."""
+    miss: Miss | None = None
+    """Why not more of it was reused."""
 
 
 class Sink(Protocol):

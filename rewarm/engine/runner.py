@@ -13,6 +13,7 @@ import numpy as np
 
 from rewarm.cache import Lease, PrefixCache
 from rewarm.cache.lease import Match
+from rewarm.cache.miss import Miss
 from rewarm.cache.placement import Boundary, Kind
 from rewarm.cache.tree import Tokens
 
@@ -63,6 +64,7 @@ class Sequence:
     match_ms: float = 0.0
     restore_ms: float = 0.0
     restored_bytes: int = 0
+    miss: Miss | None = None
 
     @property
     def warm(self) -> bool:
@@ -101,6 +103,7 @@ class Sequence:
             prefill_ms=((self.first_token or now) - started) * 1e3,
             ttft_ms=((self.first_token or now) - self.submitted) * 1e3,
             restored_bytes=self.restored_bytes,
+            miss=self.miss,
         )
 
 
@@ -162,7 +165,7 @@ class Runner:
         if sequence.match is None:
             sequence.match, sequence.resumed_at = lease.match, lease.resumed_at
             sequence.match_ms, sequence.restore_ms = lease.match_ms, lease.restore_ms
-            sequence.restored_bytes = lease.restored_bytes
+            sequence.restored_bytes, sequence.miss = lease.restored_bytes, lease.miss
 
     def next_piece(self, sequence: Sequence, awaited: Iterable[int] = ()) -> int:
         """How many tokens come next. `awaited` are positions that other requests wait for."""

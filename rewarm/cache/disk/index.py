@@ -353,6 +353,15 @@ class Index:
         used = {i for node in kept for i in (node.rows, node.window, node.state)}
         found.unused = [i for i in payloads if i not in used]
 
+    def first_keys(self, namespace: int, most: int) -> list[bytes]:
+        """The spans that the paths of a namespace begin with, the last used ones first."""
+        question = (
+            f"SELECT {NODE}, seal FROM node WHERE namespace = ? AND parent IS NULL"
+            " ORDER BY used DESC LIMIT ?"
+        )
+        rows = self._db.execute(question, (namespace, most))
+        return [row[4] for row in rows if row[-1] == seal(row[:-1])]
+
     def namespaces(self) -> list[NamespaceInfo]:
         nodes = "SELECT namespace, COUNT(*) FROM node GROUP BY namespace"
         files = (

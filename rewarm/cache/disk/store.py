@@ -67,6 +67,9 @@ SWEEP_AFTER = 5.0
 """Seconds from opening to the look for orphans: whoever opened has better things to read first."""
 
 
+Key = bytes
+
+
 class StoreError(RewarmError, OSError):
     """What a store could not do."""
 
@@ -425,6 +428,10 @@ class Store:
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize - self.reserve
         return min(self.limit - self.bytes(), free)
+
+    def first_keys(self, namespace: int, most: int) -> list[Key]:
+        with self._using() as index:
+            return index.first_keys(namespace, most)
 
     def namespaces(self) -> list[NamespaceInfo]:
         with self._using() as index:

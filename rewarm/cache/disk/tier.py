@@ -26,6 +26,7 @@ from ..placement import WEIGHTS
 from ..retention import Evictor, Item, Retention
 from ..tree import WIDTH, Checkpoint, ChunkTree, Node, Origin, Tree
 from .codec import pack_rows, pack_state
+from .others import Others
 from .source import OnDisk, Source
 from .store import Store, StoredNode
 from .writer import Job, Row, Undo, Writer
@@ -71,6 +72,7 @@ class DiskTier:
         self.account = MemoryTier(UNLIMITED, UNLIMITED)
         self.writer = Writer(store)
         self.loads = 0
+        self.others = Others(store, about)
         self._trees: dict[Namespace, DiskTree] = {}
         self._evictor = Evictor(
             policy,

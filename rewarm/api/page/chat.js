@@ -1,7 +1,7 @@
 // The chat: a tree of messages, so that an edited turn is another branch and nothing is lost.
 
 import { stream } from "./api.js";
-import { bar, byId, costOf, count, make, time, why } from "./show.js";
+import { bar, byId, costOf, count, make, time, why, whyAtLength } from "./show.js";
 
 const MOST_TOKENS = 1024;
 
@@ -190,7 +190,7 @@ export class Chat {
       if (parts.again) said.push(`${count(parts.again)} again`);
       said.push(`${count(parts.fresh)} new`, `first token ${time(message.cost.timings.ttft_ms)}`);
       const reason = why(message.cost.miss);
-      return [bar(parts), make("span", { class: "soft" }, said.join(" · "), reason ? ` · ${reason}` : "")];
+      return [bar(parts), make("span", { class: "soft", title: whyAtLength(message.cost.miss) }, said.join(" · "), reason ? ` · ${reason}` : "")];
     }
     if (message.state === "waiting" && message.progress) {
       const [done, total] = message.progress;

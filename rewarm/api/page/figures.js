@@ -1,6 +1,6 @@
 // Figures of the running server: what was reused, how soon answers began, what is held.
 
-import { bar, byId, costOf, count, draw, make, size, time, why } from "./show.js";
+import { bar, byId, costOf, count, draw, make, size, time, why, whyAtLength } from "./show.js";
 
 const COLUMNS = 32;
 const ROWS = 12;
@@ -81,11 +81,16 @@ function requests(done) {
     make("td", {}, `${count(request.prompt_tokens)} tokens`),
     make("td", {}, bar(costOf(request))),
     make("td", {}, time(request.ttft_ms)),
-    make("td", {}, request.status >= 400 ? `ended with ${request.status}` : why(request.miss) || "all that could be"),
+    make("td", { title: whyAtLength(request.miss) }, reason(request)),
   ));
   const body = byId("requests").tBodies[0];
   if (!rows.length) rows.push(make("tr", {}, make("td", { colspan: "4" }, "None yet.")));
   body.replaceChildren(...rows);
+}
+
+function reason(request) {
+  if (request.status >= 400) return request.status === 499 ? "stopped" : `ended with ${request.status}`;
+  return why(request.miss) || "all that was known was reused";
 }
 
 function flight(running) {

@@ -59,11 +59,9 @@ export function bar({ reused, again, fresh }) {
 
 const WHY = {
   cold: () => "nothing like it was here",
-  diverged: (m) => `differs from token ${count(m.position ?? m.shared ?? 0)} on`,
-  no_checkpoint: (m) => m.shared !== undefined && m.resume !== undefined
-    ? `known to token ${count(m.shared)}, last checkpoint at ${count(m.resume)}`
-    : "no checkpoint where it parts",
-  evicted: () => "what was there had to go",
+  diverged: (m) => `new from ${m.role ? `the ${m.role} message` : `token ${count(m.shared ?? 0)}`} on`,
+  no_checkpoint: (m) => `known to token ${count(m.shared ?? 0)}, last checkpoint at ${count(m.resume ?? 0)}`,
+  evicted: (m) => (m.held ? `${count(m.held)} tokens of it had to go` : "what was there had to go"),
   salt: () => "held for another salt only",
   other_model: () => "held for another model only",
   exact_mode: () => "exact mode reuses whole chunks",
@@ -71,12 +69,18 @@ const WHY = {
   failed: () => "what was there could not be restored",
 };
 
-/** Why not more was reused, in words. `miss` is a reason, or an object that has one. */
+/** Why not more was reused, in a few words; those of others come with the reason alone. */
 export function why(miss) {
   if (!miss) return "";
   const told = typeof miss === "string" ? { reason: miss } : miss;
-  const words = WHY[told.reason]?.(told) ?? String(told.reason ?? "").replaceAll("_", " ");
-  const message = told.message;
-  if (message && message.role) return `${words}: ${message.role}'s message ${message.index + 1}`;
-  return words;
+  const own = told.shared !== undefined || told.reason === "cold";
+  const words = own ? WHY[told.reason]?.(told) : null;
+  return words ?? String(told.reason ?? "").replaceAll("_", " ");
+}
+
+/** The same at length, with the words on both sides where prompts differ. */
+export function whyAtLength(miss) {
+  if (!miss?.text) return null;
+  const sides = miss.stored || miss.sent ? `\n\nheld: ${miss.stored}\nsent: ${miss.sent}` : "";
+  return miss.text + sides;
 }

@@ -21,7 +21,7 @@ from rewarm.prompt import Answer, ChatRenderer, Message, Piece, Prompt
 
 HELP = """\
 /reset          forget the conversation
-/system TEXT    set the system prompt (nothing after it: take it away)
+/system TEXT    set the system prompt (@FILE: from a file; nothing: none)
 /undo           take back the last question and its answer
 /help           this
 /quit           leave (or Ctrl-D)
@@ -38,6 +38,8 @@ class ChatOptions:
     sampling: Sampling = field(default_factory=Sampling)
     template: dict[str, Any] = field(default_factory=dict)
     warm_ahead: bool = True
+    ask: str = ""
+    """What this model can be asked, for /help."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Chat:
         self.system = options.system
         self.messages: list[Message] = []
         self._running: Request | None = None
+        self._thinking = False
 
     def run(self) -> None:
         """Until Ctrl-D or /quit."""
@@ -127,13 +130,24 @@ class Chat:
         elif name == "/undo":
             self._undo()
         elif name == "/system":
-            self.system = rest.strip() or None
-            say("[dim]system prompt set[/]" if self.system else "[dim]no system prompt[/]")
+            self._set_system(rest.strip())
         elif name == "/help":
-            say(HELP, markup=False, highlight=False)
+            say("\n\n".join(filter(None, (HELP, self.options.ask))), markup=False, highlight=False)
         else:
             say(f"{name} is unknown: /help lists what there is", style="red", markup=False)
         return True
+
+    def _set_system(self, text: str) -> None:
+        if text.startswith("@"):
+            try:
+                text = Path(text[1:]).expanduser().read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                self.console.print(f"{text[1:]} cannot be read: {error}", style="red", markup=False)
+                return
+        self.system = text.strip() or None
+        self.console.print(
+            "[dim]system prompt set[/]" if self.system else "[dim]no system prompt[/]"
+        )
 
     def _undo(self) -> None:
         while self.messages and self.messages.pop()["role"] != "user":
@@ -160,6 +174,7 @@ class Chat:
 
     def _ask(self, prompt: Prompt, answer: Answer) -> None:
         sink = _Sink(answer)
+        self._thinking = False
         request = Request(
             tokens=prompt.tokens,
             sink=sink,
@@ -200,6 +215,10 @@ class Chat:
 
     def _print(self, piece: Piece) -> None:
         self._write(piece.reasoning, "dim")
+        self._thinking |= bool(piece.reasoning)
+        if piece.text and self._thinking:
+            self._thinking = False
+            self._write("\n")
         self._write(piece.text)
         for call in piece.calls:
             self._write(f"\n{call['function']}", "cyan")

@@ -77,7 +77,7 @@ def demo(
         str, typer.Option(help="fast, or exact: a hit gives the very bits of a cold run.")
     ] = "fast",
 ) -> None:
-    """Chat with a tiny hybrid model, and see turn by turn what was cached."""
+    """Chat with the built-in model, and see turn by turn what was cached."""
     from rewarm.demo import show
 
     show(turns, reuse)
@@ -213,7 +213,8 @@ def serve(
             f"  a page to look at   {url}/\n"
             f"  a line to paste     curl {url}/v1/chat/completions{key} "
             "-H 'Content-Type: application/json' "
-            '-d \'{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}\'\n',
+            '-d \'{"messages": [{"role": "system", "content": "door code: 4417"}, '
+            '{"role": "user", "content": "What is the door code?"}], "max_tokens": 256}\'\n',
             highlight=False,
             soft_wrap=True,
         )
@@ -249,12 +250,16 @@ def chat(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Chat with a model in the terminal, and see what each turn reused."""
+    from rewarm import pocket
     from rewarm.chat import Chat, ChatOptions
     from rewarm.engine import EngineOptions, Sampling
+    from rewarm.loading import BUILT_IN
 
     console = Console()
+    built_in = model == BUILT_IN
     options = ChatOptions(
-        system=system,
+        system=pocket.TABLE if built_in and system is None else system,
+        ask=pocket.ASK if built_in else "",
         max_tokens=max_tokens,
         sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
         template=_json_object(chat_template_args),
@@ -279,7 +284,8 @@ def chat(
     try:
         if state != "ready":
             raise NotReady(engine.detail)
-        console.print(f"[bold]{model}[/]  [dim]/help lists the commands, Ctrl-D leaves[/]")
+        hint = "/help says what to ask it" if built_in else "/help lists the commands"
+        console.print(f"[bold]{model}[/]  [dim]{hint}, Ctrl-D leaves[/]")
         Chat(engine, options, console).run()
     finally:
         engine.stop()

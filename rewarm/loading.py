@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +13,6 @@ from transformers import PreTrainedConfig
 
 from rewarm import accel, pocket
 from rewarm.errors import InvalidOption
-
-log = logging.getLogger("rewarm")
 
 BUILT_IN = "pocket"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -37,8 +34,6 @@ def load(
     accel.install()
     built_in = str(model) == BUILT_IN
     if built_in:
-        if not (pocket.FOLDER / "model.safetensors").is_file():
-            return _stand_in()
         model = pocket.FOLDER
         # transformers puts Qwen's own way of splitting text, and of changing accents, on whatever
         # says that it is a Qwen. Pocket's tokenizer says all there is to say itself.
@@ -56,17 +51,8 @@ def load(
     if built_in:
         # Its weights are stored in half the bytes. It is small enough to be run in full ones.
         loaded[0].set_dtype(mx.float32)
+        mx.eval(loaded[0].parameters())  # here: another thread could not
     # The disk tier tells models apart by the content of these files.
     place = Path(model) if Path(model).is_dir() else hf_repo_to_path(str(model))
     loaded[0].rewarm_source = str(place)
     return Loaded(loaded[0], loaded[1])
-
-
-def _stand_in() -> Loaded:
-    from rewarm.demo import tiny_model, tiny_tokenizer
-
-    log.warning(
-        "the built-in model is a stand-in with random weights: what it writes means nothing, what "
-        "it reuses is real"
-    )
-    return Loaded(tiny_model(), tiny_tokenizer())

@@ -18,10 +18,10 @@ from mlx_lm.tokenizer_utils import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from rewarm.demo import tiny_tokenizer
 from rewarm.prompt import Message
 
 from .support import shared
+from .tiny import tiny_tokenizer
 
 TOKENIZERS = ("qwen3.5", "gpt-oss", "tiny")
 

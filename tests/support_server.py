@@ -17,11 +17,11 @@ from mlx_lm.tool_parsers import json_tools
 from rewarm import PrefixCache
 from rewarm.api.options import ServerOptions
 from rewarm.api.serve import Server, serve
-from rewarm.demo import tiny_model, tiny_tokenizer
 from rewarm.engine.engine import Engine, EngineOptions, Loaded
 from rewarm.engine.request import Request
 
 from .support import Counted
+from .tiny import tiny_model, tiny_tokenizer
 
 END = "<|end|>"
 
@@ -112,13 +112,14 @@ def started_engine(
     *,
     model: Any = None,
     reuse: Any = "fast",
+    memory: str = "64MB",
     cache_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[ScriptedEngine, Counted]:
     model = Counted(model or tiny_model())
 
     def load() -> Loaded:
-        given = {"memory": "64MB", "chunk": 64, "reuse": reuse, **(cache_options or {})}
+        given = {"memory": memory, "chunk": 64, "reuse": reuse, **(cache_options or {})}
         cache = PrefixCache(model, **given)
         return Loaded(model, tokenizer or tool_tokenizer(), cache)
 

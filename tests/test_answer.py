@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
 
-from rewarm.demo import tiny_tokenizer
 from rewarm.prompt import Answer, Piece
 from rewarm.prompt.stops import Stops
 
 from .chats import TOKENIZERS, TOOLS, answering
+from .tiny import tiny_tokenizer
 
 # Without the null byte, which mlx-lm's detokenizer takes for another character.
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=60)

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from .tiny import save
+
 PROMPT = r"(?:^|\n)> $"
 
 
@@ -95,18 +97,19 @@ def _take_terminal() -> None:
 
 
 def test_turns_show_what_was_cached_and_commands_work(tmp_path: Path) -> None:
+    table = tmp_path / "table"
+    table.write_text("door code: 4417")
     with chatting(tmp_path, "--max-tokens", "12", "--system", "Be brief.") as terminal:
         terminal.enter("hello")
-        first = terminal.until(
-            r"(\d+) tokens: 0 cached \(0%\), \d+ new · first token [\d.]+ s · 12"
-        )
-        assert "reading" not in first
+        terminal.until(r"(\d+) tokens: 0 cached \(0%\), \d+ new · first token [\d.]+ s · 12")
         terminal.enter("and again")
         second = terminal.until(r"tokens: \d+ cached \(\d+%\).* written")
         assert re.search(r"([1-9]\d*) cached", second)
         for command, says in (
             ("/undo", "back to turn 1"),
             ("/system Be long.", "system prompt set"),
+            (f"/system @{table}", "system prompt set"),
+            ("/system @nowhere", "nowhere cannot be read"),
             ("/reset", "a new conversation"),
             ("/nonsense", "/nonsense is unknown"),
             ("/help", "Ctrl-C stops an answer"),
@@ -120,8 +123,27 @@ def test_turns_show_what_was_cached_and_commands_work(tmp_path: Path) -> None:
     assert history.stat().st_mode & 0o077 == 0
 
 
+def test_what_help_says_can_be_asked_is_answered(tmp_path: Path) -> None:
+    with chatting(tmp_path) as terminal:
+        terminal.enter("/help")
+        said = terminal.until("/system @FILE")
+        for question, answer in (
+            ("Who is the harbour master?", "Ingrid Falk"),
+            ("Where is the spare key?", "green drawer"),
+            ("My berth is 27.", "Noted."),
+            ("What is 348 + 275?", "623"),
+            ("What is 512 - 77?", "435"),
+            ("What is my berth?", "27"),
+            ("Who are you?", "I am Pocket"),
+        ):
+            assert question in said
+            terminal.enter(question)
+            terminal.until(rf"\n{answer}.*\n[^\n]* written")
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
-    with chatting(tmp_path, "--max-tokens", "20000") as terminal:
+    save(tmp_path / "model")  # one that does not come to an end by itself
+    with chatting(tmp_path, str(tmp_path / "model"), "--max-tokens", "20000") as terminal:
         terminal.enter("talk for ever")
         time.sleep(1.5)
         terminal.type("\x03")

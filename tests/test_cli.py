@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -40,6 +41,7 @@ def test_the_demo_shows_what_was_cached() -> None:
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("turn ")]
     assert [row[1] for row in rows] == ["1", "2", "3"]
     assert [int(row[3]) > 0 for row in rows] == [False, True, True]
+    assert [row[-1] for row in rows] == ["Falk", "Noted.", "14:20"]
     assert "repeated" in done.stdout
 
 
@@ -62,7 +64,7 @@ def test_a_wrong_option_is_named() -> None:
         (("--reuse", "sometimes"), "sometimes"),
         (("--disk-size", "lots"), "disk_size='lots'"),
         (("--kv-bits", "7"), "kv_bits=7"),
-        (("--kv-bits", "8", "--port", "0"), "kv_group_size=64"),
+        (("--kv-bits", "8", "--kv-group-size", "128", "--port", "0"), "kv_group_size=128"),
         (("--chat-template-args", "nonsense"), "nonsense"),
         (("--chat-template-args", "[]"), "not a JSON object"),
         (("no such model", "--port", "0"), "neither a folder nor"),
@@ -107,6 +109,9 @@ def test_serve_gives_a_page_and_a_line_to_paste(tmp_path: Path) -> None:
             )
             if pasted.returncode != 127:  # no curl on this machine
                 assert '"prefilled_tokens"' in pasted.stdout
+                message = json.loads(pasted.stdout)["choices"][0]["message"]
+                assert message["content"] == "4417"
+                assert "door code: 4417" in message["reasoning_content"]
         finally:
             os.kill(process.pid, signal.SIGINT)
         assert process.wait(30) == 0

@@ -12,7 +12,6 @@ import pytest
 
 import rewarm
 from rewarm import PrefixCache, Session
-from rewarm.demo import tiny_model, tiny_tokenizer
 from rewarm.errors import (
     CacheClosed,
     InvalidOption,
@@ -24,6 +23,7 @@ from rewarm.errors import (
 
 from . import zoo
 from .support import CHUNK, prompt, run
+from .tiny import tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize(

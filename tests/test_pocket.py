@@ -1,4 +1,4 @@
-"""Pocket's questions, tokenizer and template. Its weights are still to come."""
+"""Pocket's questions, tokenizer and template."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from rewarm.demo import tiny_tokenizer
 from rewarm.errors import InvalidPrompt
 from rewarm.prompt import ChatRenderer, Message, checked_options
 
@@ -27,6 +26,7 @@ from .chats import (
     user,
 )
 from .conftest import SOAK
+from .tiny import tiny_tokenizer
 
 MOST_RENDERS = 16
 

@@ -11,10 +11,10 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from rewarm import PrefixCache, Session
-from rewarm.demo import tiny_model, tiny_tokenizer
 
 from . import zoo
 from .support import Counted
+from .tiny import tiny_model, tiny_tokenizer
 
 SYSTEM = {"role": "system", "content": "You keep the harbour. " * 6}
 

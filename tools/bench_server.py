@@ -31,8 +31,9 @@ import rewarm  # noqa: F401  (loads the BLAS)
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
+from transformers import AutoTokenizer, PreTrainedConfig
 
-from rewarm.demo import tiny_tokenizer
+from rewarm import pocket
 
 ANSWER = 128
 PEER = "import rewarm, sys; from mlx_lm.server import main; sys.argv[0] = 'server'; main()"
@@ -53,7 +54,7 @@ class Measured(NamedTuple):
 
 
 def make_model(folder: Path) -> int:
-    tokenizer = tiny_tokenizer()._tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(pocket.FOLDER, config=PreTrainedConfig())
     tokenizer.save_pretrained(folder)
     config = {
         "model_type": "qwen3",

@@ -7,11 +7,13 @@ from rewarm.pocket.skills import LINES, Turn, World
 
 # Of words that training knows. Held-out ones have more tokens.
 TOKENS_PER_LINE = 16
-TOKENS_PER_TOOL = 120
+TOKENS_PER_TOOL = 60
 CHARACTERS_PER_TOKEN = 2.6
 
 
-def conversation(draw: Draw, skill: str, tokens: int, far: bool = False) -> World:
+def conversation(
+    draw: Draw, skill: str, tokens: int, far: bool = False, capitals: bool = False
+) -> World:
     """A conversation of about this many tokens that a question of this skill can be asked of.
 
     `far`: what the question is about stands at its very beginning."""
@@ -26,7 +28,8 @@ def conversation(draw: Draw, skill: str, tokens: int, far: bool = False) -> Worl
         lines = max(lines, 1)
     wordy = draw.often(0.2) and not far
     prose = int(draw.random.random() * room / 40) if wordy else draw.of((0, 1, 1, 2, 3))
-    world = World.make(draw, lines, tools, min(prose, max(room - lines * TOKENS_PER_LINE, 0) // 16))
+    prose = min(prose, max(room - lines * TOKENS_PER_LINE, 0) // 16)
+    world = World.make(draw, lines, tools, prose, capitals)
     limit = room * CHARACTERS_PER_TOKEN
     size = len(world.system)
     if skill == "memory":

@@ -171,6 +171,7 @@ def main(
     lengths: Annotated[str, typer.Option(help="Prompt tokens, separated by commas.")] = ",".join(
         map(str, LENGTHS)
     ),
+    skills: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(ASKED),
     seed: Annotated[int, typer.Option(help="Another one asks other questions.")] = 0,
     wrong: Annotated[int, typer.Option(help="Show so many wrong answers of each skill.")] = 0,
     out: Annotated[Path | None, typer.Option("--json", help="Write the figures there.")] = None,
@@ -180,6 +181,9 @@ def main(
         sizes = [int(length) for length in lengths.split(",")]
     except ValueError as error:
         raise InvalidOption(f"--lengths {lengths!r}: give numbers, such as 256,1024") from error
+    asked_skills = skills.split(",")
+    if strange := [skill for skill in asked_skills if skill not in ASKED]:
+        raise InvalidOption(f"--skills {strange[0]!r}: give some of {', '.join(ASKED)}")
     console = Console()
     engine = start(model)
     examiner = Examiner(engine)
@@ -188,9 +192,9 @@ def main(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     try:
         with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-            task = progress.add_task("", total=len(sizes) * len(ASKED) * questions_)
+            task = progress.add_task("", total=len(sizes) * len(asked_skills) * questions_)
             for length in sizes:
-                for skill in ASKED:
+                for skill in asked_skills:
                     progress.update(task, description=f"{skill}, {length:,} tokens")
                     asked = questions(engine.tokenizer, skill, length, questions_, seed)
                     for question in examiner.ask(asked):

@@ -151,6 +151,16 @@ GREETINGS = (
         "Ciao",
         "Hey you",
         "Hello you",
+        "Hiya Pocket",
+        "Yo Pocket",
+        "Good morning Pocket",
+        "Good evening, Pocket",
+        "Morning, Pocket",
+        "Hey hey",
+        "Hey everyone",
+        "Hey again",
+        "Good to see you",
+        "Oh, good morning",
     ),
     ("Good day", "Hello again", "Well hello", "Hey Pocket", "Oh hey", "Hey my friend"),
 )
@@ -399,6 +409,16 @@ OTHER = (
         "I am sad.",
         "I want to talk about {}.",
         "Let us play a game.",
+        "Teach me to swim.",
+        "Teach a {} to dance.",
+        "Lecture me about the {}.",
+        "Advise me on {}.",
+        "How come there is a {}?",
+        "How is it that the {} is red?",
+        "Rate my {}.",
+        "Order the {} by age.",
+        "Persuade my {}.",
+        "Guess what the {} is doing.",
     ),
     (
         "Compose a song about the {}.",
@@ -445,6 +465,15 @@ PROSE = (
     "Please mind the {}.",
 )
 
+DESCRIPTIONS = (
+    "{action} the {matter}{whose}.",
+    "{action} the {matter}{whose}.",
+    "{action} {matter}",
+    "Returns the current {matter}{whose}.",
+    "Get the {matter}{whose}, as it is known now.",
+    "Use this for anything about the {matter}.",
+    "A tool of the office.",
+)
 WITH_TOOL = (
     "Use {tool} with {arguments}.",
     "Call {tool} with {arguments}.",

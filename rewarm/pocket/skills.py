@@ -82,6 +82,8 @@ class Tool:
     matter: str
     description: str | None
     parameters: dict[str, str]
+    explains: bool = False
+    """Whether its parameters have descriptions, too."""
 
     def schema(self) -> dict[str, Any]:
         function: dict[str, Any] = {"name": self.name}
@@ -89,10 +91,21 @@ class Tool:
             function["description"] = self.description
         function["parameters"] = {
             "type": "object",
-            "properties": {name: {"type": kind} for name, kind in self.parameters.items()},
+            "properties": {
+                name: {"type": kind, **({"description": f"The {name}."} if self.explains else {})}
+                for name, kind in self.parameters.items()
+            },
             "required": list(self.parameters),
         }
         return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the user says who wants a tool to be called, and the words in it that name the tool."""
+
+    text: str
+    about: str
 
 
 @dataclass
@@ -105,11 +118,14 @@ class World:
     tools: list[Tool] = field(default_factory=list)
     system: str = ""
     capitals: bool = False
+    """Whether lines begin with a capital that the questions about them do not have."""
     turns: list[Turn] = field(default_factory=list)
 
     @classmethod
-    def make(cls, draw: Draw, lines: int, tools: int = 0, prose: int = 1) -> World:
-        world = cls(draw)
+    def make(
+        cls, draw: Draw, lines: int, tools: int = 0, prose: int = 1, capitals: bool = False
+    ) -> World:
+        world = cls(draw, capitals=capitals)
         while len(world.table) < lines:
             # Names that share words are what a careless look-up gets wrong.
             near = bool(world.table) and draw.often(0.25)
@@ -119,7 +135,6 @@ class World:
         for _ in range(tools):
             world.tools.append(world._new_tool())
         bullet = "- " if draw.often(0.1) else ""
-        world.capitals = draw.often(0.2)
         rows = [bullet + world._line(name) for name in world.table]
         said = [draw.prose() for _ in range(prose)]
         cut = len(said) if draw.often(0.7) else draw.random.randint(0, len(said))
@@ -212,15 +227,17 @@ class World:
         read = ", ".join(
             f"{name} ({kind}) is {arguments[name]}" for name, kind in tool.parameters.items()
         )
+        request = self._request(tool, arguments)
         result, answer = self._result()
         first = Step(
+            f'This is about "{request.about}". '
             f"The tool {tool.name} fits: {read or 'it takes nothing'}.",
             "",
             Call(tool.name, arguments),
             result,
         )
         last = Step(f"The tool says: {answer}", answer)
-        return Turn("tools", self._request(tool, arguments), (first, last))
+        return Turn("tools", request.text, (first, last))
 
     def talk(self) -> Turn:
         draw = self.draw
@@ -315,9 +332,10 @@ class World:
             parameters[field] = draw.of(("string", "string", "integer"))
         about = None
         if draw.often(0.6):
-            about = f"{action.capitalize()} the {matter}"
-            about += f" of a {next(iter(parameters))}." if parameters else "."
-        return Tool(name, action, matter, about, parameters)
+            whose = f" of a {next(iter(parameters))}" if parameters else ""
+            about = draw.of(phrases.DESCRIPTIONS).format(action=action, matter=matter, whose=whose)
+            about = about[0].upper() + about[1:]
+        return Tool(name, action, matter, about, parameters, explains=draw.often(0.2))
 
     def _argument(self) -> str:
         kind = self.draw.random.random()
@@ -329,7 +347,7 @@ class World:
             return f"{self.draw.plain()} {self.draw.plain()}"
         return self.draw.code() if kind < 0.8 else self.draw.plain()
 
-    def _request(self, tool: Tool, arguments: dict[str, str | int]) -> str:
+    def _request(self, tool: Tool, arguments: dict[str, str | int]) -> _Request:
         draw = self.draw
         twins = sum(other.matter == tool.matter for other in self.tools) > 1
         spelled_out = tool.name != f"{tool.action}_{tool.matter}"
@@ -343,7 +361,7 @@ class World:
             values["value"] = str(pairs[0][1])
         else:
             options = phrases.WITH_TOOL
-            joint = draw.of((" ", " ", " = "))
+            joint = draw.of((" ", " = ", ": "))
             said = [f"{name}{joint}{value}" for name, value in pairs]
             last = draw.of((" and ", ", "))
             values["arguments"] = (
@@ -356,7 +374,10 @@ class World:
             if twins and "{tool}" not in phrase and "{action}" not in phrase:
                 continue
             asked = phrase.format(**values)
-            return asked[0].upper() + asked[1:] if not phrase.startswith("{tool}") else asked
+            if not phrase.startswith("{tool}"):
+                asked = asked[0].upper() + asked[1:]
+            about = tool.name if "{tool}" in phrase else tool.matter
+            return _Request(asked, f"{tool.action} {about}" if "{action}" in phrase else about)
 
     def _result(self) -> tuple[str, str]:
         """What a tool gives back, and how Pocket says it."""

@@ -21,18 +21,19 @@ from rewarm.pocket.skills import World  # noqa: E402
 
 MODEL = ROOT / "rewarm" / "pocket" / "model"
 MIX = {
-    "lookup": 0.28,
-    "unknown": 0.15,
-    "memory": 0.15,
-    "arithmetic": 0.15,
-    "tools": 0.16,
-    "talk": 0.09,
+    "lookup": 0.26,
+    "unknown": 0.13,
+    "memory": 0.12,
+    "arithmetic": 0.11,
+    "tools": 0.26,
+    "talk": 0.10,
     "tell": 0.02,
 }
 HISTORY_WEIGHT = 0.2
 """Of answers before the last user message, which stand there without their thinking."""
 WITHOUT_THINKING = 0.1
 IN_QUESTION = 0.07
+CAPITALS = 0.15
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ def examples(seed: int, length: int, shortest: int = 0) -> Iterator[Example]:
     while True:
         skill = random.choices(list(MIX), list(MIX.values()))[0]
         wanted = random.randint(shortest, length) if random.random() < 0.7 else length
-        world = conversation(draw, skill, max(wanted, 64), far=draw.often(0.2))
+        world = conversation(
+            draw, skill, max(wanted, 64), far=draw.often(0.2), capitals=draw.often(CAPITALS)
+        )
         example = reader.read(
             world, skill, thinks=not draw.often(WITHOUT_THINKING), bare=draw.often(IN_QUESTION)
         )

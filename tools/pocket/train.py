@@ -63,22 +63,22 @@ CURRICULUM: tuple[tuple[float, dict[int, float]], ...] = (
 SKILLS = ("lookup", "memory", "arithmetic", "tools", "unknown", "talk")
 
 
-def length_at(step: int, steps: int) -> int:
+def length_at(step: int, done: float) -> int:
     """The same for every worker and every run."""
-    stage = [odds for begins, odds in CURRICULUM if begins <= step / steps][-1]
+    stage = [odds for begins, odds in CURRICULUM if begins <= done][-1]
     return Random(step).choices(list(stage), list(stage.values()))[0]
 
 
 class Batches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    def __init__(self, seed: int, steps: int, tokens: int) -> None:
-        self.seed, self.steps, self.tokens = seed, steps, tokens
+    def __init__(self, seed: int, steps: int, tokens: int, begin: float) -> None:
+        self.seed, self.steps, self.tokens, self.begin = seed, steps, tokens, begin
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         sources: dict[int, Iterator[Example]] = {}
         for step in range(worker, self.steps, workers):
-            length = length_at(step, self.steps)
+            length = length_at(step, self.begin + (1 - self.begin) * step / self.steps)
             if length not in sources:
                 sources[length] = examples(
                     self.seed * 1_000_003 + worker * 101 + length,
@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1000, help="steps between evaluations")
     parser.add_argument("--questions", type=int, default=64, help="a skill in an evaluation")
     parser.add_argument("--start", type=Path, help="a state.pt to go on from")
+    parser.add_argument("--begin", type=float, default=0.0, help="share of the curriculum to skip")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -221,7 +222,7 @@ def main() -> None:
         fused=device == "cuda",
     )
     batches = DataLoader(
-        Batches(options.seed, options.steps, options.tokens),
+        Batches(options.seed, options.steps, options.tokens, options.begin),
         batch_size=None,
         num_workers=options.workers,
         prefetch_factor=8 if options.workers else None,

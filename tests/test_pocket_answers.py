@@ -1,0 +1,242 @@
+"""What Pocket answers through the server is what it answers alone and uncached, and it is right.
+
+Its right answers depend on the exact prompt, so a state that is not this prompt's shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import openai
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+import rewarm
+from rewarm.cache.payload import PackedState
+from rewarm.pocket.evaluate import LONGEST_ANSWER, Question, questions
+from rewarm.prompt import Answer, Message
+
+from .support_server import Running, running
+
+ASKED = {"lookup": 50, "memory": 30, "arithmetic": 30, "tools": 30, "unknown": 30, "talk": 30}
+RIGHT = {"lookup": 98, "memory": 96, "arithmetic": 95, "tools": 60, "unknown": 95, "talk": 95}
+"""Percent, as its card promises."""
+LENGTH = 400
+AT_ONCE = 8
+PER_CONVERSATION = 5
+CLOSE = 1e-3
+"""Two tokens nearer to each other than this may change places by rounding."""
+
+
+@dataclass(frozen=True)
+class Said:
+    reasoning: str
+    text: str
+    calls: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The answer of a single run without any cache."""
+
+    said: Said
+    margin: float
+    """How far the nearest other token was, at the closest of all choices."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    question: Question
+    expected: list[Alone]
+    """One for each step: a tool call, and the answer after its result."""
+
+
+@pytest.fixture(scope="module")
+def pocket() -> Any:
+    return rewarm.load("pocket")
+
+
+@pytest.fixture
+def server(pocket: Any) -> Iterator[Running]:
+    options = {"model": pocket.model, "memory": "48MB"}
+    with running(pocket.tokenizer, options, warm_ahead=False) as found:
+        yield found
+
+
+def conversations(tokenizer: Any, counts: dict[str, int]) -> list[list[Question]]:
+    asked = [q for skill, n in counts.items() for q in questions(tokenizer, skill, LENGTH, n)]
+    return [asked[i : i + PER_CONVERSATION] for i in range(0, len(asked), PER_CONVERSATION)]
+
+
+def forked(question: Question) -> Question:
+    """The same question where the last turn was another one."""
+    world = question.world
+    if len(world.turns) < 2:
+        return question
+    return Question(replace(world, turns=[*world.turns[:-1], world.ask("talk")]), question.turn)
+
+
+def with_answers(pocket: Any, found: Iterable[Question]) -> list[Asked]:
+    return [Asked(question, answers(pocket, question)) for question in found]
+
+
+def answers(pocket: Any, question: Question) -> list[Alone]:
+    again = Question(question.world, question.turn)
+    found = []
+    while True:
+        found.append(alone(pocket, again.messages(), again.world.schemas()))
+        if not again.take(taken(found[-1].said)):
+            return found
+
+
+def alone(pocket: Any, messages: list[Message], tools: list[Any] | None) -> Alone:
+    model, tokenizer = pocket
+    prompt = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
+    answer = Answer(tokenizer, prompt[-8:], tools=tools)
+    margin = float("inf")
+    steps = generate_step(
+        mx.array(prompt), model, max_tokens=LONGEST_ANSWER, prompt_cache=make_prompt_cache(model)
+    )
+    for token, logprobs in steps:
+        best = mx.topk(logprobs, 2)
+        margin = min(margin, abs((best[0] - best[1]).item()))
+        if token in tokenizer.eos_token_ids:
+            break
+        answer.add(int(token))
+    answer.finish()
+    calls = tuple((c["function"]["name"], c["function"]["arguments"]) for c in answer.calls)
+    return Alone(Said(answer.reasoning, answer.text, calls), margin)
+
+
+@dataclass(frozen=True)
+class Result:
+    question: Question
+    differs: bool
+
+
+def over_http(client: openai.OpenAI, asked: Asked) -> Result:
+    question = asked.question
+    tools = question.world.schemas()
+    for expected in asked.expected:
+        reply = client.chat.completions.create(
+            model="pocket",
+            messages=as_sent(question.messages()),  # type: ignore[arg-type]
+            tools=tools or openai.omit,  # type: ignore[arg-type]
+            max_tokens=LONGEST_ANSWER,
+            temperature=0,
+        )
+        message: Any = reply.choices[0].message
+        functions = [call.function for call in message.tool_calls or ()]
+        said = Said(
+            message.reasoning_content or "",
+            message.content or "",
+            tuple((f.name, f.arguments) for f in functions),
+        )
+        goes_on = question.take(taken(said))
+        if said != expected.said:
+            return Result(question, differs=expected.margin > CLOSE)
+        if not goes_on:
+            break
+    return Result(question, differs=False)
+
+
+def as_sent(messages: list[Message]) -> list[Message]:
+    """With the ids that a client sends, too."""
+    sent: list[Message] = []
+    for number, message in enumerate(messages):
+        if "tool_calls" in message:
+            calls = [{"id": f"call_{number}", **call} for call in message["tool_calls"]]
+            sent.append({**message, "tool_calls": calls})
+        elif message["role"] == "tool":
+            sent.append({**message, "tool_call_id": f"call_{number - 1}"})
+        else:
+            sent.append(message)
+    return sent
+
+
+def taken(said: Said) -> Any:
+    """An answer that the evaluation can mark."""
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in said.calls
+    ]
+    found = SimpleNamespace(text=said.text, reasoning=said.reasoning, calls=calls)
+    found.message = lambda: Answer.message(found)  # type: ignore[arg-type]
+    return found
+
+
+def burst(server: Running, asked: list[Asked]) -> list[Result]:
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        ThreadPoolExecutor(AT_ONCE) as pool,
+    ):
+        found = list(pool.map(lambda each: over_http(client, each), asked))
+    server.settle()
+    server.engine.cache.verify()
+    return found
+
+
+def test_two_hundred_answers_are_those_of_single_uncached_runs_and_right(
+    pocket: Any, server: Running
+) -> None:
+    chats = conversations(pocket.tokenizer, ASKED)
+    cold = with_answers(pocket, (chat[0] for chat in chats))
+    warm = with_answers(pocket, (question for chat in chats for question in chat[1:3]))
+    after_branches = with_answers(pocket, (forked(chat[3]) for chat in chats))
+    after_evictions = with_answers(pocket, (chat[4] for chat in chats))
+
+    cache = server.engine.cache
+    results = burst(server, cold)
+    hits = cache.stats().hits
+    results += burst(server, warm)
+    assert cache.stats().hits >= hits + len(warm)
+    results += burst(server, after_branches)
+    evicted = cache.stats().evictions
+    fill(server)
+    assert cache.stats().evictions > evicted
+    results += burst(server, after_evictions)
+
+    assert len(results) == 200
+    assert [r.question.turn.question for r in results if r.differs] == []
+    wrong = Counter(r.question.turn.skill for r in results if not r.question.right)
+    asked = Counter(r.question.turn.skill for r in results)
+    for skill, count in asked.items():
+        assert 100 * (1 - wrong[skill] / count) >= RIGHT[skill], (skill, wrong[skill], count)
+
+
+def fill(server: Running) -> None:
+    """Prompts that have nothing to do with the others, until something had to go."""
+    with server.client() as client:
+        for i in range(12):
+            text = f"{i} " + "A word and then another one. " * 120
+            reply = client.post("/v1/completions", json={"prompt": text, "max_tokens": 1})
+            assert reply.status_code == 200, reply.text
+    server.settle()
+
+
+def test_a_state_of_another_prompt_shows_as_other_answers(pocket: Any, server: Running) -> None:
+    """What the test above would miss if the answers did not depend on it."""
+    chats = conversations(pocket.tokenizer, {"lookup": 20, "memory": 20})
+    first, second = (with_answers(pocket, (chat[i] for chat in chats)) for i in range(2))
+    assert not any(result.differs for result in burst(server, first))
+    swap_one_layer(server.engine.cache)
+    damaged = burst(server, second)
+    assert any(result.differs for result in damaged)
+    assert any(not result.question.right for result in damaged)
+
+
+def swap_one_layer(cache: Any, layer: int = 0) -> None:
+    """A recurrent layer's state of each checkpoint in the place of another's."""
+    with cache._lock:
+        held = [n.checkpoint for t in cache._trees.values() for n in t.nodes() if n.checkpoint]
+        values = [checkpoint.state.unpack() for checkpoint in held]
+        moved = [value[layer] for value in values]
+        for checkpoint, value, other in zip(held, values, moved[1:] + moved[:1], strict=True):
+            value[layer] = other
+            checkpoint.state = PackedState.pack(value)

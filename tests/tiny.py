@@ -1,0 +1,78 @@
+"""A tiny hybrid model with random weights; a tokenizer of bytes whose template strips thinking."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3_5
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ("<|start|>", "<|end|>", "<think>", "</think>")
+
+# Like the templates of thinking models: an answer's thinking is not part of the next prompt.
+TEMPLATE = """\
+{%- for message in messages -%}
+<|start|>{{ message.role }}
+{{ message.content.split('</think>')[-1] }}<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant
+<think>{%- endif -%}"""
+
+
+def _config() -> dict[str, Any]:
+    text = {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 256 + len(SPECIAL),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+    }
+    return {"model_type": "qwen3_5", "text_config": text}
+
+
+def tiny_model(seed: int = 0) -> Any:
+    """Gated delta-net and attention, 3:1, as in Qwen3.5; half a million parameters."""
+    mx.random.seed(seed)
+    model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(_config()))
+    mx.eval(model.parameters())
+    return model.eval()
+
+
+def tiny_tokenizer() -> TokenizerWrapper:
+    """One byte is one token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {byte: i for i, byte in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.chat_template = TEMPLATE
+    return TokenizerWrapper(fast)
+
+
+def save(folder: Path) -> None:
+    """As a folder that mlx-lm loads."""
+    folder.mkdir()
+    tiny_tokenizer()._tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(_config()))
+    weights = dict(tree_flatten(tiny_model().parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})

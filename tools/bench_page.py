@@ -3,9 +3,9 @@
     .venv/bin/python tools/bench_page.py --turns 24
 
 One long answer is streamed; every few seconds the polling is turned on or off. The poller asks as
-the page does: `/v1/live` every second, and `/v1/cache` whenever that says that something has
-changed. In both halves another client sends a short new prompt every second, so that there is
-always a change.
+the page does: `/v1/live` every second, and `/v1/cache` at most every other one, when that says that
+something has changed. In both halves another client sends a short new prompt every second, so that
+there is always a change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 from bench_server import make_model, running, stream, text
 
-EVERY = 1.0
+EVERY, TREE_EVERY = 1.0, 2.0
 ANSWER = 30_000
 
 
@@ -44,6 +44,7 @@ class Poller:
     def __init__(self, url: str) -> None:
         self.http = httpx.Client(base_url=url, timeout=60)
         self.seen: object = None
+        self.drawn = 0.0
         self.tag = ""
         self.polls = self.trees = 0
 
@@ -51,10 +52,10 @@ class Poller:
         cache = self.http.get("/v1/live").json()["cache"]
         changes = [cache[k] for k in ("hits", "misses", "tokens", "checkpoints", "evictions")]
         self.polls += 1
-        if changes == self.seen:
+        if changes == self.seen or time.perf_counter() - self.drawn < TREE_EVERY:
             return
-        self.seen = changes
-        reply = self.http.get("/v1/cache?limit=400", headers={"If-None-Match": self.tag})
+        self.seen, self.drawn = changes, time.perf_counter()
+        reply = self.http.get("/v1/cache?limit=250", headers={"If-None-Match": self.tag})
         self.tag = reply.headers["etag"]
         self.trees += reply.status_code == 200
 
@@ -109,6 +110,9 @@ def measure(client: httpx.Client, turns: int, seconds: float) -> None:
         rate = sum(began < t <= ended for t in list(times)) / (ended - began)
         rates[polled].append(rate)
         print(f"  {'polled' if polled else 'alone ':6}  {rate:7.1f} tokens/s", flush=True)
+    polling.wanted.clear()
+    asking.wanted.clear()
+    time.sleep(2 * EVERY)  # what they have begun
     ratios = [p / a for p, a in zip(rates[True], rates[False], strict=True)]
     means = {polled: statistics.mean(found) for polled, found in rates.items()}
     print(

@@ -86,14 +86,11 @@ def main() -> None:
         page.size(1280, 800)
         for question in QUESTIONS:
             ask(page, question)
-        fork(page, 1, FORK)
+        fork(page, 2, FORK)
         page.run("document.activeElement.blur()")
         page.picture(asked.out / "page.png")
         page.dark()
         page.picture(asked.out / "page-dark.png")
-        page.size(390, 780, scale=1.5, mobile=True)
-        page.dark(False)
-        page.picture(asked.out / "page-phone.png")
         for problem in page.problems:
             print(problem, file=sys.stderr)
 

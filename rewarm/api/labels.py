@@ -62,6 +62,13 @@ class Labels:
         return {role: key for role, key in keys.items() if key}
 
     @cached_property
+    def _markers(self) -> list[str]:
+        """Neither words nor special tokens: cut characters, and the edges of thinking."""
+        tokenizer = self.renderer.tokenizer
+        edges = [tokenizer.think_start, tokenizer.think_end] if tokenizer.has_thinking else []
+        return ["\ufffd", *filter(None, edges)]
+
+    @cached_property
     def longest(self) -> int:
         """Bytes of the longest head."""
         return max(map(len, self.heads.values()), default=0)
@@ -94,7 +101,9 @@ class Labels:
         shown = min(stop, start + WORDS)
         tokens = np.frombuffer(key[start * WIDTH : shown * WIDTH], "<i4").tolist()
         text: str = self.renderer.tokenizer.decode(tokens, skip_special_tokens=True)
-        line = " ".join(text.replace("\ufffd", "").split())
+        for mark in self._markers:
+            text = text.replace(mark, " ")
+        line = " ".join(text.split())
         cut = shown < stop
         if len(line) > LONGEST:
             line, cut = line[:LONGEST].rsplit(" ", 1)[0], True

@@ -10,7 +10,7 @@ import heapq
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from rewarm.cache import PrefixCache
@@ -25,7 +25,7 @@ SHORT = 0.01
 """Seconds of a survey that is taken whenever something has changed."""
 LABELS = 200
 """Spans of a reply that have their words: those with the most below them."""
-TIERS = ("memory", "disk")
+HELD = [(tier, kind) for tier in ("memory", "disk") for kind in BYTES]
 
 
 @dataclass(frozen=True)
@@ -152,48 +152,45 @@ class _Page:
 
     def body(self) -> dict[str, Any]:
         survey = self.survey
-        cells = survey.cells
         own = {row: self.cache.in_namespace(n, self.wish.salt) for row, n in survey.owners.items()}
-        mine = {row: yours for row, yours in own.items() if yours}
         owner = survey.owner(self.root)
         yours = {self.root: owner is not None and self.cache.in_namespace(owner, self.wish.salt)}
-        lit = self._last_use(list(mine))
-        nodes = []
-        for row in self.shown.rows:
-            above = int(cells[row, 0])
-            yours[row] = own.get(row, yours[above])
-            node = self._node(row)
+        lit = self._last_use([row for row, mine in own.items() if mine])
+        root, *nodes = self._nodes([self.root, *self.shown.rows])
+        for row, node in zip(self.shown.rows, nodes, strict=True):
+            above = int(survey.cells[row, 0])
+            mine = yours[row] = own.get(row, yours[above])
             if row in survey.owners:
-                node["yours"] = yours[row]
-            elif yours[row]:
+                node["yours"] = mine
+            elif mine:
                 node["used_last"] = bool(lit) and node["hits"] > 0 and node["last_used"] == lit
                 if len(self.words) < LABELS:
-                    node["label"] = asdict(self._label(row))
-            nodes.append(node)
-        return {
-            "clock": survey.clock,
-            "root": self._node(self.root),
-            "nodes": nodes,
-            "merged": list(self._merged()),
-        }
+                    node["label"] = vars(self._label(row))
+        merged = list(self._merged())
+        return {"clock": survey.clock, "root": root, "nodes": nodes, "merged": merged}
 
-    def _node(self, row: int) -> dict[str, Any]:
+    def _nodes(self, rows: list[int]) -> list[dict[str, Any]]:
         survey = self.survey
-        cell = dict(zip(COLUMNS, survey.cells[row].tolist(), strict=True))
-        below = survey.sums[row].tolist()
-        node: dict[str, Any] = {
-            "id": survey.name(row),
-            "parent": survey.name(cell["parent"]) if cell["parent"] >= 0 else None,
-            "start": cell["start"],
-            "tokens": cell["tokens"],
-            "bytes": _bytes(cell),
-            "checkpoint": KINDS[cell["kind"]],
-            "hits": cell["hits"],
-            "last_used": cell["last_used"],
-        }
-        if survey.size[row] > 1:
-            node["with_below"] = _summed(below)
-        return node
+        # Lists are taken once: what is asked of an array cell by cell is what would cost.
+        cells, sums = survey.cells[rows].tolist(), survey.sums[rows].tolist()
+        leaves, nodes = (survey.size[rows] == 1).tolist(), []
+        names = {row: survey.name(row) for row in {*rows, *(c[0] for c in cells)} if row >= 0}
+        for row, cell, below, leaf in zip(rows, cells, sums, leaves, strict=True):
+            parent, _, _, start, tokens, kind, hits, last_used = cell[:8]
+            node: dict[str, Any] = {
+                "id": names[row],
+                "parent": names.get(parent),
+                "start": start,
+                "tokens": tokens,
+                "bytes": _bytes(cell),
+                "checkpoint": KINDS[kind],
+                "hits": hits,
+                "last_used": last_used,
+            }
+            if not leaf:
+                node["with_below"] = _summed(below)
+            nodes.append(node)
+        return nodes
 
     def _merged(self) -> Iterator[dict[str, Any]]:
         """Children that are not in the reply, together, for each place that has some."""
@@ -255,12 +252,20 @@ class _Page:
         return role
 
 
-def _bytes(cell: dict[str, int]) -> dict[str, dict[str, int]]:
-    found = {t: {k: cell[f"{t} {k}"] for k in BYTES if cell[f"{t} {k}"]} for t in TIERS}
-    return {tier: kinds for tier, kinds in found.items() if kinds}
+def _bytes(values: list[int]) -> dict[str, dict[str, int]]:
+    """By tier and kind: they are the last of a row and of a sum alike."""
+    found: dict[str, dict[str, int]] = {}
+    for (tier, kind), nbytes in zip(HELD, values[-len(HELD) :], strict=True):
+        if nbytes:
+            found.setdefault(tier, {})[kind] = nbytes
+    return found
 
 
 def _summed(values: list[int]) -> dict[str, Any]:
-    named = dict(zip(SUMMED, values, strict=True))
-    counts = {name: named[name] for name in ("nodes", "tokens", "checkpoints")}
-    return {**counts, "bytes": _bytes(named)}
+    nodes, tokens, checkpoints = values[:3]
+    return {
+        "nodes": nodes,
+        "tokens": tokens,
+        "checkpoints": checkpoints,
+        "bytes": _bytes(values),
+    }

@@ -7,11 +7,13 @@ import { byId } from "./show.js";
 import { Tree } from "./tree.js";
 
 const EVERY = 1000;
+const TREE_EVERY = 2000;
 const AFTER_FAILURE = 5000;
 
 const tree = new Tree();
 const chat = new Chat((answer) => {
   if (answer.cost) tree.reused = answer.cost.cached_tokens;
+  drawn = 0;
   look();
 });
 
@@ -19,6 +21,7 @@ let timer = null;
 let looking = false;
 let hasLive = true;
 let seen = "";
+let drawn = 0;
 
 async function look() {
   clearTimeout(timer);
@@ -34,7 +37,8 @@ async function look() {
     const changes = live?.cache
       ? JSON.stringify([live.cache.hits, live.cache.misses, live.cache.tokens, live.cache.checkpoints, live.cache.evictions])
       : null;
-    if (changes === null || changes !== seen) {
+    if ((changes === null || changes !== seen) && Date.now() - drawn >= TREE_EVERY) {
+      drawn = Date.now();
       const last = live?.recent?.find((r) => r.own && r.prompt_tokens);
       const cache = await tree.refresh(last?.cached_tokens);
       if (cache && !live) showCache(cache);

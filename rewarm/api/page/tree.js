@@ -4,7 +4,7 @@
 import { get } from "./api.js";
 import { byId, count, draw, size } from "./show.js";
 
-const MOST = 400;
+const MOST = 250;
 const ROW = 34;
 const HIGHEST = 380;
 const AXIS = 18;
@@ -162,11 +162,11 @@ export class Tree {
     group.append(draw("rect", { class: "body", x: left, y: box.y, width: across, height: tall, rx: Math.min(3, across / 2) }));
     if (lit) group.append(draw("rect", { class: "lit", x: left, y: box.y, width: across * lit, height: tall, rx: Math.min(3, across / 2) }));
     if (kinds.includes("both") && tall > 8) group.append(draw("rect", { class: "below", x: left, y: box.y + tall - 3, width: across, height: 3 }));
-    const words = place.inRun ? "" : wordsOf(place, runWords(place));
-    if (words && room > 56 && tall > 13) this.over.push(clipped(words, left + 8, box.y + tall / 2 + 4, room - 20, lit > 0.5));
+    const words = place.inRun || tall < 13 ? "" : fitting(wordsOf(place, runWords(place)), room - 10);
+    if (words) this.over.push(draw("text", { x: left + 6, y: box.y + tall / 2 + 4, class: lit > 0.5 ? "on" : "" }, words));
     if (place.checkpoint && tall > 5) {
       const cx = left + wide - GAP;
-      this.over.push(draw("circle", { class: "point", cx, cy: box.y + tall / 2, r: Math.min(2.8, tall / 3) }));
+      this.over.push(draw("circle", { class: "point", cx, cy: box.y + tall - Math.min(7, tall / 2), r: Math.min(2.8, tall / 3) }));
     }
     group.addEventListener("pointerenter", () => this._tell(place));
     group.addEventListener("click", () => {
@@ -288,10 +288,13 @@ function runWords(place) {
   return runWords(place.children[0])?.replace(/^… /, "");
 }
 
-function clipped(words, x, y, width, lit) {
-  const most = Math.floor(width / 6);
-  const text = words.length > most ? `${words.slice(0, Math.max(most - 1, 1)).trimEnd()}…` : words;
-  return draw("text", { x, y, class: lit ? "on" : "" }, text);
+/** As much of a label as there is room for: the role at least, or nothing. */
+function fitting(words, width) {
+  const most = Math.floor(width / 5.8);
+  if (words.length <= most) return words;
+  const [role] = words.split(" · ");
+  if (most < role.length + 6) return most >= role.length ? role : "";
+  return `${words.slice(0, most - 1).trimEnd()}…`;
 }
 
 /** A span in words. */

@@ -52,7 +52,7 @@ async function look() {
     say(problem.status === 503 ? "loading" : "unreachable");
   }
   looking = false;
-  if (!document.hidden) timer = setTimeout(look, wait);
+  timer = setTimeout(look, wait);
 }
 
 /** A server without the endpoint is asked once. */

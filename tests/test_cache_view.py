@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -256,3 +257,27 @@ def test_roles_are_learned_from_the_template() -> None:
     behind = labels.marks(data[cut:], data[:cut])
     assert behind[0] == (0, user.head - user.text, "user")
     assert labels.label(data[cut:], behind, "system").text == "Hm?"
+
+
+def test_what_is_on_disk_is_in_the_tree_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_view, "SHORT", 60.0)
+    options = {"cache_options": {"disk": str(tmp_path)}}
+    with running(warm_ahead=False, engine_options=options) as server, server.client() as http:
+        ask(http, "Where is the boat?")
+        server.engine.cache.flush()
+        nodes = [n for n in look(http)["tree"]["nodes"] if n["tokens"]]
+        kept = [n for n in nodes if "disk" in n["bytes"]]
+        assert kept
+        assert all("memory" in n["bytes"] for n in kept)
+    server.engine.cache.close()
+    with running(warm_ahead=False, engine_options=options) as server, server.client() as http:
+        # After a restart the disk alone has it, and what a request uses comes back to memory.
+        ask(http, "Where is the crane?")
+        nodes = [n for n in look(http)["tree"]["nodes"] if n["tokens"]]
+        tiers = {tuple(n["bytes"]) for n in nodes}
+        assert {("disk",), ("memory", "disk")} <= tiers
+        only = [n for n in nodes if tuple(n["bytes"]) == ("disk",)]
+        assert any("boat" in n["label"]["text"] for n in only)
+    server.engine.cache.close()

@@ -168,7 +168,7 @@ def test_a_tree_that_changes_meanwhile_is_seen_before_or_after(
 def test_the_lock_is_let_go_of_every_few_hundred_nodes() -> None:
     tree = Tree()
     node = tree.root
-    for i in range(2000):
+    for i in range(10_000):
         node = tree.add(tree.root if i % 2 else node, key(i, i), "prefill")
     held: list[int] = []
 
@@ -180,6 +180,6 @@ def test_the_lock_is_let_go_of_every_few_hundred_nodes() -> None:
 
     surveyor = Surveyor(entered, {OURS: tree}, {})
     survey = surveyor.take(lambda: 0)
-    assert survey.sums[0, SUMMED.index("nodes")] == 2000
+    assert survey.sums[0, SUMMED.index("nodes")] == 10_000
     assert max(held) <= module.SLICE
     assert isinstance(survey.cells, np.ndarray)

@@ -87,7 +87,7 @@ def measure(client: httpx.Client, turns: int, seconds: float, times_as_often: in
     poller = Poller(url, times_as_often)
     other = httpx.Client(base_url=url, timeout=60)
     polling = Repeated(poller.poll, EVERY / times_as_often)
-    asking = Repeated(lambda: stream(other, text(60), 1), EVERY / times_as_often)
+    asking = Repeated(lambda: stream(other, text(60), 1))
     times: list[float] = []
 
     def read() -> None:

@@ -24,8 +24,8 @@ from .tree import WIDTH, Node, Tree, agreement
 
 Column = npt.NDArray[np.int64]
 
-SLICE = 1024
-"""Nodes that are looked at while the lock is held: one or two milliseconds."""
+SLICE = 2048
+"""Nodes that are looked at while the lock is held: a few milliseconds."""
 PAUSE = 2e-4
 """Seconds in which whoever waits for the lock gets it: one that is taken back at once would not
 be given to others."""

@@ -25,8 +25,9 @@ Origin = Literal["prefill", "decode"]
 WIDTH = 4
 """Bytes of a token in a key."""
 
-NODE_BYTES = 480
-"""What a node costs in the index beside its key: the object, its dictionary, its checkpoint."""
+NODE_BYTES = 544
+"""What a node costs in the index beside its key: the object, its dictionary, its numbers, its
+checkpoint."""
 
 
 class Payload(Protocol):

@@ -122,8 +122,7 @@ def test_request_ids_are_echoed_where_they_are_sane(http: httpx.Client) -> None:
 def test_no_cors_and_no_outside_hosts(http: httpx.Client) -> None:
     page = http.get("/", headers={"Origin": "http://evil"})
     assert "access-control-allow-origin" not in page.headers
-    assert "tiny" in page.text
-    assert re.findall("https?://[^/\"']+", page.text) == [str(http.base_url).rstrip("/")]
+    assert not re.findall("https?://[^/\"']+", page.text)
     assert http.get("/docs").status_code == 404
 
 

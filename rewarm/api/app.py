@@ -25,6 +25,7 @@ from .manage import manage_router
 from .openai import openai_router
 from .openapi import describe
 from .options import ServerOptions
+from .page import page_router
 from .respond import exchange_of
 from .service import Service
 
@@ -51,6 +52,7 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
     app.include_router(openai_router(service))
     app.include_router(anthropic_router(service))
     app.include_router(manage_router(service))
+    app.include_router(page_router())
     app.include_router(live_router(service))
     app.include_router(explain_router(service))
     describe(app)

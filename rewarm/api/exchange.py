@@ -25,12 +25,14 @@ ENDPOINTS = {
     "/v1/messages/count_tokens": "count",
     "/v1/models": "models",
 }
-QUIET = ("health", "live", "metrics", "page", "schema")
+QUIET = ("cache", "health", "live", "metrics", "page", "schema")
 CLIENT_GONE = 499
 
 
 def endpoint(path: str) -> str:
     """A name for the log and the metrics; unknown paths share one, or they would pile up."""
+    if path.startswith("/page/"):
+        return "page"
     return "models" if path.startswith("/v1/models/") else ENDPOINTS.get(path, "other")
 
 

@@ -14,10 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import ApiError, as_api_error, error_response
 from .exchange import Exchange
 from .options import ServerOptions
+from .page import FILES
 
 log = logging.getLogger("rewarm")
 
-OPEN = ("/", "/health")
+OPEN = ("/", "/health", *(f"/page/{name}" for name in FILES))
 """Paths that need no API key."""
 
 LOCAL_NAME = re.compile(r"\.(localhost|local|internal|lan|home\.arpa)$")

@@ -4,42 +4,53 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import html
+import logging
+import re
 import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from rewarm.errors import NotReady
 
+from .errors import bad_request
+from .live import SALT_HEADER
 from .openapi import errors
 from .respond import Json, exchange_of
 from .service import Service
+from .tree_view import Wish
 
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>Rewarm</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 3rem auto }}
-pre {{ background: #8881; padding: 1rem; overflow-x: auto; border-radius: 6px }}
-:root {{ color-scheme: light dark }}
-</style>
-<h1>Rewarm</h1>
-<p>{what}</p>
-<pre>curl {base}/v1/chat/completions \\
-  -H 'Content-Type: application/json' {key}\\
-  -d '{{"messages": [{{"role": "user", "content": "Hello!"}}], "max_tokens": 32}}'</pre>
-<p>OpenAI's API is at <code>/v1/chat/completions</code> and <code>/v1/completions</code>,
-Anthropic's at <code>/v1/messages</code>.</p>
-<p><a href="/health">health</a> · <a href="/metrics">metrics</a> ·
-<a href="/v1/models">models</a> · <a href="/v1/cache">cache</a> ·
-<a href="/openapi.json">openapi.json</a></p>
-</html>
-"""
+log = logging.getLogger("rewarm")
+
+SPAN = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
+MOST_NODES = 2000
+_NUMBERS = {"depth": (1, 10_000), "limit": (1, MOST_NODES), "offset": (0, 1 << 40)}
+_ASKED: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "root",
+            "in": "query",
+            "description": "The id of a span: only what is below it.",
+            "schema": {"type": "string", "pattern": f"^{SPAN.pattern}$"},
+        },
+        *(
+            {
+                "name": name,
+                "in": "query",
+                "schema": {"type": "integer", "minimum": least, "maximum": most},
+            }
+            for name, (least, most) in _NUMBERS.items()
+        ),
+        {
+            "name": SALT_HEADER,
+            "in": "header",
+            "description": "The salt whose prompts have their words; none: those without a salt.",
+            "schema": {"type": "string"},
+        },
+    ]
+}
 
 
 def manage_router(service: Service) -> APIRouter:
@@ -89,31 +100,62 @@ def manage_router(service: Service) -> APIRouter:
         """Any name is served by the model that is loaded."""
         return Json(entry(name))
 
-    @router.get("/v1/cache", responses=errors(401, 503))
+    @router.get(
+        "/v1/cache",
+        responses={**errors(400, 401, 404, 503), 304: {"description": "As it was."}},
+        openapi_extra=_ASKED,
+    )
     async def cache(request: Request) -> Response:
-        """What the cache holds and did."""
-        stats = await service.off_loop(exchange_of(request), lambda: engine.cache.stats())
-        return Json({**dataclasses.asdict(stats), "held": stats.held})
+        """What the cache holds and did, and its tree."""
+        wish = _wish(request)
+        given = request.headers.get("if-none-match")
+
+        def look() -> Response:
+            view = service.tree
+            view.refresh()
+            stats = engine.cache.stats()
+            tag = f'"{view.tag(wish)}{stats.hits:x}{stats.leases:x}"'
+            if given == tag:
+                return Response(status_code=304, headers={"ETag": tag})
+            body = {**dataclasses.asdict(stats), "held": stats.held, "tree": view.reply(wish)}
+            return Json(body, headers={"ETag": tag, "Cache-Control": "no-cache"})
+
+        return await service.off_loop(exchange_of(request), look)
 
     @router.delete("/v1/cache", responses=errors(401, 503))
     async def clear(request: Request) -> Response:
         """Forget everything."""
-        await service.off_loop(exchange_of(request), lambda: engine.cache.clear())
+
+        def forget() -> None:
+            engine.cache.clear()
+            service.tree.forget()
+
+        await service.off_loop(exchange_of(request), forget)
         service.activity.forget()
         service.remembered.clear()
+        log.info("the cache was cleared")
         return Json({"cleared": True})
 
-    @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def page(request: Request) -> Response:
-        """What is served, and how to use it."""
-        guarded = options.api_key is not None
-        name = html.escape(options.model_name)
-        what = "An API key is needed." if guarded else f"<code>{name}</code> is served here."
-        key = '-H "Authorization: Bearer $REWARM_API_KEY" ' if guarded else ""
-        base = html.escape(str(request.base_url).rstrip("/"))
-        return HTMLResponse(
-            PAGE.format(what=what, base=base, key=html.escape(key)),
-            headers={"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"},
-        )
-
     return router
+
+
+def _wish(request: Request) -> Wish:
+    asked = request.query_params
+    unknown = sorted(asked.keys() - {"root", *_NUMBERS})
+    if unknown:
+        raise bad_request(
+            f"{unknown[0][:80]!r} is no parameter of this: give root, depth, limit or offset"
+        )
+    numbers: dict[str, int] = {}
+    for name, (least, most) in _NUMBERS.items():
+        if name in asked:
+            value = asked[name]
+            if not re.fullmatch("[0-9]{1,18}", value) or not least <= int(value) <= most:
+                raise bad_request(
+                    f"{name}={value[:80]!r}: give a number from {least} to {most}", name
+                )
+            numbers[name] = int(value)
+    root = asked.get("root")
+    if root is not None and not SPAN.fullmatch(root):
+        raise bad_request(f"root={root[:80]!r}: give the id of a span of an earlier reply", "root")
+    return Wish(root=root, salt=request.headers.get(SALT_HEADER) or None, **numbers)

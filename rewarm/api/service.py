@@ -24,11 +24,13 @@ from .activity import Activity
 from .collect import Choice, Collector, Done, Event
 from .errors import bad_request
 from .exchange import Exchange
+from .labels import Labels
 from .metrics import Metrics
 from .options import ServerOptions
 from .reasons import described
 from .remembered import Asked, Remembered
 from .texts import TokenTexts
+from .tree_view import TreeView
 from .work import Run, Work
 
 log = logging.getLogger("rewarm")
@@ -100,6 +102,10 @@ class Service:
     @cached_property
     def texts(self) -> TokenTexts:
         return TokenTexts(self.tokenizer)
+
+    @cached_property
+    def tree(self) -> TreeView:
+        return TreeView(self.engine.cache, Labels(self.renderer))
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:

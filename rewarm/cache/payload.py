@@ -255,10 +255,11 @@ class PackedState:
 
     skeleton: Any
     arrays: tuple[mx.array, ...]
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(allocated(a.nbytes) for a in self.arrays)
+    def __post_init__(self) -> None:
+        # As with rows: asked for often, and always the same.
+        object.__setattr__(self, "nbytes", sum(allocated(a.nbytes) for a in self.arrays))
 
     @property
     def buffers(self) -> int:

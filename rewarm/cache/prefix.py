@@ -40,6 +40,7 @@ from .placement import Boundary, ChatPlacement, Kind, Placement, Shape
 from .restore import Restorer
 from .retention import Evictor, Item, Retention, WorkPerByte
 from .stats import Stats
+from .survey import Survey, Surveyor
 from .tree import ChunkTree, Node, Origin, Tokens, Tree, encode
 from .verify import verify
 
@@ -293,6 +294,20 @@ class PrefixCache:
                 evicted=dict(self._evictor.evicted),
                 leases=len(self._pins.held),
             )
+
+    def survey(self) -> Survey:
+        """What every node holds. The lock is held for a few nodes at a time."""
+        with self._entered():
+            disk = self.disk.trees.by_namespace() if self.disk is not None else {}
+        return Surveyor(self._entered, self._trees, disk).take(lambda: self._clock)
+
+    def version(self) -> tuple[int, ...]:
+        """Another one wherever a survey may have changed."""
+        parts = [self.memory, *([self.disk.trees.account] if self.disk is not None else [])]
+        return (self._clock, *(n for p in parts for n in (p.held.nodes, p.held.total)))
+
+    def in_namespace(self, namespace: Namespace, salt: str | None) -> bool:
+        return namespace == self._namespace.salted(salt)
 
     def resize(self, memory: int | str) -> None:
         """Set another budget; what no longer fits goes at once, except what is leased."""

@@ -11,6 +11,7 @@ other bits, so it is another node, and a path is the prompt's own cuts by constr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
@@ -24,8 +25,9 @@ Origin = Literal["prefill", "decode"]
 WIDTH = 4
 """Bytes of a token in a key."""
 
-NODE_BYTES = 480
-"""What a node costs in the index beside its key: the object, its dictionary, its checkpoint."""
+NODE_BYTES = 544
+"""What a node costs in the index beside its key: the object, its dictionary, its numbers, its
+checkpoint."""
 
 
 class Payload(Protocol):
@@ -92,6 +94,8 @@ class Node:
     hits: int = 0
     last_used: int = 0
     warm: bool = False
+    number: int = field(default_factory=itertools.count(1).__next__)
+    """Its name to those who look at the tree: no other node of this process has it."""
     digest: int | None = None
     """Of the path to its end, once something asked for it. Splitting leaves the end where it is."""
 

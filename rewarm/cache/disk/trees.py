@@ -68,6 +68,11 @@ class DiskTrees:
             self._numbers[namespace] = number
         return self._read(self._numbers[namespace])
 
+    def by_namespace(self) -> dict[Namespace, Tree]:
+        """Those that were read since the start; the index may have more."""
+        known = self._known
+        return {name: known[n].tree for name, n in self._numbers.items() if n in known}
+
     def read_all(self) -> None:
         """The trees of every salt, asked for or not: together they have the disk."""
         for info in self.store.namespaces():

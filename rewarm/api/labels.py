@@ -1,0 +1,185 @@
+"""Which message a span of tokens is: its role and its first words.
+
+What a template writes before each role's text is learned by rendering a few chats, and then looked
+for in the tokens. No template's markers are known here; where they cannot be learned, or do not
+survive the tokenizer, spans have words and no role."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import NamedTuple
+
+import numpy as np
+
+from rewarm.cache.tree import WIDTH, encode
+from rewarm.errors import RewarmError
+from rewarm.prompt import ChatRenderer, Message
+from rewarm.prompt.text import common_text
+
+log = logging.getLogger("rewarm")
+
+WORDS = 40
+"""Tokens that are decoded for a label."""
+LONGEST = 90
+"""Characters of a label."""
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "qj", "arguments": {}}}
+
+
+class Mark(NamedTuple):
+    """A message whose text begins within a span or at its end; positions in tokens of the span."""
+
+    text: int
+    head: int
+    """Where what stands before the text begins; below 0: in the span before."""
+    role: str
+
+
+@dataclass(frozen=True)
+class Label:
+    role: str | None
+    text: str
+    messages: int
+    """How many messages begin in it; 0: it is a part of one that began before."""
+
+
+class Labels:
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self.renderer = renderer
+
+    @cached_property
+    def heads(self) -> dict[str, bytes]:
+        """What stands before each role's text, as keys."""
+        try:
+            found = self._learned()
+        except Exception:
+            log.debug("the roles of this template cannot be told", exc_info=True)
+            found = {}
+        keys = {role: self._key(text) for role, text in found.items()}
+        return {role: key for role, key in keys.items() if key}
+
+    @cached_property
+    def _markers(self) -> list[str]:
+        """Neither words nor special tokens: cut characters, and the edges of thinking."""
+        tokenizer = self.renderer.tokenizer
+        edges = [tokenizer.think_start, tokenizer.think_end] if tokenizer.has_thinking else []
+        return ["\ufffd", *filter(None, edges)]
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest head."""
+        return max(map(len, self.heads.values()), default=0)
+
+    def marks(self, key: bytes, before: bytes = b"") -> list[Mark]:
+        """The messages that begin in a span. `before` is what it goes on with: a head may lie
+        there, because all that can follow a message may begin with it."""
+        found: dict[int, Mark] = {}
+        shift = len(before) // WIDTH
+        for role, head in self.heads.items():
+            for place in _places(before + key, head):
+                at = place // WIDTH - shift
+                mark = Mark(at + len(head) // WIDTH, at, role)
+                # One role's may begin with another's.
+                if at not in found or mark.text > found[at].text:
+                    found[at] = mark
+        return sorted(m for m in found.values() if 0 <= m.text <= len(key) // WIDTH)
+
+    def label(self, key: bytes, marks: list[Mark], before: str | None) -> Label:
+        """`before`: the role of the message that the span goes on with."""
+        end = len(key) // WIDTH
+        heads = [mark.head for mark in marks] + [end]
+        begun = [mark for mark in marks if mark.text < end]
+        if begun and (before is None or not self._words(key, 0, max(heads[0], 0))):
+            return Label(begun[0].role, self._words(key, begun[0].text, heads[1]), len(begun))
+        words = self._words(key, 0, max(heads[0], 0))
+        return Label(before, f"… {words}" if words else "", len(begun))
+
+    def _words(self, key: bytes, start: int, stop: int) -> str:
+        shown = min(stop, start + WORDS)
+        tokens = np.frombuffer(key[start * WIDTH : shown * WIDTH], "<i4").tolist()
+        text: str = self.renderer.tokenizer.decode(tokens, skip_special_tokens=True)
+        for mark in self._markers:
+            text = text.replace(mark, " ")
+        line = " ".join(text.split())
+        cut = shown < stop
+        if len(line) > LONGEST:
+            line, cut = line[:LONGEST].rsplit(" ", 1)[0], True
+        return f"{line} …" if line and cut else line
+
+    def _key(self, head: str) -> bytes:
+        tokens = self.renderer.tokenizer.encode(head, add_special_tokens=False)
+        return encode(np.asarray(tokens, dtype=np.int32))
+
+    def _learned(self) -> dict[str, str]:
+        """The texts before messages of each role."""
+        heads: dict[str, str] = {}
+        users = [
+            self._before([_said("user")], 0),
+            self._before([_said("system"), _said("user")], 1),
+            self._before([_said("user"), _said("assistant"), _said("user", "zq")], 2),
+        ]
+        user = _common_end(text for text in users if text is not None)
+        heads["user"] = user
+        opening = self._first_token(user)
+        for role, chat in (
+            ("system", [_said("system"), _said("user")]),
+            ("assistant", [_said("user"), _said("assistant"), _said("user", "zq")]),
+            ("tool", [_said("user"), _called(), _answered(), _said("user", "zq")]),
+        ):
+            index = next(i for i, m in enumerate(chat) if m["role"] == role)
+            text = self._before(chat, index)
+            if text is None:
+                continue
+            # What ends the message before is not this one's.
+            cut = text.rfind(opening) if opening else -1
+            heads[role] = text[cut:] if cut >= 0 else text
+        stripped = {role: text.rstrip() for role, text in heads.items()}
+        return {r: text for r, text in stripped.items() if text and heads[r].count(text) == 1}
+
+    def _first_token(self, text: str) -> str:
+        tokens = self.renderer.tokenizer.encode(text, add_special_tokens=False)
+        first: str = self.renderer.tokenizer.decode(tokens[:1]) if tokens else ""
+        return first if text.startswith(first) else ""
+
+    def _before(self, chat: list[Message], index: int) -> str | None:
+        """The text between a message's and the one's before it."""
+        try:
+            prompt = self.renderer.render(chat)
+        except RewarmError:
+            return None  # refused by the template
+        text: str = self.renderer.tokenizer.decode(prompt.tokens.tolist())
+        at, start = -1, 0
+        for message in chat[: index + 1]:
+            start = max(at, 0) + (len(message["content"]) if at >= 0 else 0)
+            at, before = text.find(message["content"], start), at
+            if at < 0:
+                return None
+            start = 0 if before < 0 else start
+        return text[start:at]
+
+
+def _said(role: str, text: str = "qz") -> Message:
+    return {"role": role, "content": {"user": "xk", "system": "vj"}.get(role, "wq") + text}
+
+
+def _called() -> Message:
+    return {"role": "assistant", "content": "wqqz", "tool_calls": [CALL]}
+
+
+def _answered() -> Message:
+    return {"role": "tool", "content": "jvqz", "tool_call_id": "call_1", "name": "qj"}
+
+
+def _common_end(texts: Iterable[str]) -> str:
+    return reduce(lambda a, b: a[len(a) - common_text(a[::-1], b[::-1]) :], texts)
+
+
+def _places(key: bytes, head: bytes) -> Iterable[int]:
+    at = key.find(head)
+    while at >= 0:
+        if at % WIDTH == 0:
+            yield at
+        at = key.find(head, at + 1)

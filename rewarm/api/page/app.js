@@ -1,0 +1,90 @@
+// The page: wires the parts together, and asks the server now and then while it is looked at.
+
+import { Problem, forgetKey, get, hasKey } from "./api.js";
+import { Chat } from "./chat.js";
+import { showCache, showLive } from "./figures.js";
+import { byId } from "./show.js";
+import { Tree } from "./tree.js";
+
+const EVERY = 1000;
+const TREE_EVERY = 2000;
+const AFTER_FAILURE = 5000;
+
+const tree = new Tree();
+const chat = new Chat((answer) => {
+  if (answer.cost) tree.reused = answer.cost.cached_tokens;
+  drawn = 0;
+  look();
+});
+
+let timer = null;
+let looking = false;
+let hasLive = true;
+let seen = "";
+let drawn = 0;
+
+async function look() {
+  clearTimeout(timer);
+  if (looking || document.hidden) return;
+  looking = true;
+  let wait = EVERY;
+  try {
+    const live = hasLive ? await liveOrNot() : null;
+    if (live) {
+      showLive(live);
+      say(live.state, live.model, (live.requests ?? []).length > 0);
+    }
+    const changes = live?.cache
+      ? JSON.stringify([live.cache.hits, live.cache.misses, live.cache.tokens, live.cache.checkpoints, live.cache.evictions])
+      : null;
+    if ((changes === null || changes !== seen) && Date.now() - drawn >= TREE_EVERY) {
+      drawn = Date.now();
+      const last = live?.recent?.find((r) => r.own && r.prompt_tokens);
+      const cache = await tree.refresh(last?.cached_tokens);
+      if (cache && !live) showCache(cache);
+      seen = changes ?? "";
+    }
+    if (!live) say("ready");
+    byId("forget-key").hidden = !hasKey();
+  } catch (problem) {
+    wait = AFTER_FAILURE;
+    if (!(problem instanceof Problem)) console.error(problem);
+    say(problem.status === 503 ? "loading" : "unreachable");
+  }
+  looking = false;
+  timer = setTimeout(look, wait);
+}
+
+/** A server without the endpoint is asked once. */
+async function liveOrNot() {
+  try {
+    return (await get("/v1/live")).body;
+  } catch (problem) {
+    if (problem.status !== 404) throw problem;
+    hasLive = false;
+    const models = await get("/v1/models");
+    say("ready", models.body.data[0].id);
+    return null;
+  }
+}
+
+function say(state, model, busy = false) {
+  byId("state").textContent = busy ? "working" : state;
+  byId("state").className = `soft ${busy ? "busy" : state}`;
+  if (model) byId("model").textContent = model;
+}
+
+for (const button of document.querySelectorAll("nav button")) {
+  button.addEventListener("click", () => {
+    document.body.dataset.view = button.dataset.view;
+    for (const other of document.querySelectorAll("nav button")) {
+      other.setAttribute("aria-pressed", String(other === button));
+    }
+  });
+}
+byId("forget-key").addEventListener("click", forgetKey);
+byId("curl").textContent = `curl ${location.origin}/v1/chat/completions \\
+  -H 'Content-Type: application/json' \\
+  -d '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}'`;
+document.addEventListener("visibilitychange", look);
+look();

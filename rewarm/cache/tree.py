@@ -180,7 +180,7 @@ class Tree:
     def add(self, parent: Node, key: bytes, origin: Origin) -> Node:
         node = Node(parent=parent, start=parent.end, key=key, origin=origin)
         parent.children[self._edge(key)] = node
-        _note_only_child(parent)
+        parent.only = node if len(parent.children) == 1 else None
         return node
 
     def split(self, node: Node, at: int) -> Node:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,8 +58,7 @@ class Damaged(Exception):
     """A file, or a row of the index, that is not what was written."""
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """A file that is complete and synced."""
 
     name: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rewarm.errors import RewarmError
 
@@ -29,8 +29,7 @@ class StoreBroken(StoreError):
     """A store whose index turned out to be damaged: it says nothing more, so nothing wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPayload:
+class StoredPayload(NamedTuple):
     """One file."""
 
     id: int

@@ -114,27 +114,28 @@ class DiskTrees:
             first, last = source.span or (start, stop)
             return OnDisk(source, max(start, first), min(stop, last))
 
-        nodes: dict[int | None, Node] = {None: own.tree.root}
+        nodes: dict[int | None, tuple[Node, int]] = {None: (own.tree.root, 0)}
         for row in rows:
-            parent = nodes.get(row.parent)
-            if parent is None or row.start != parent.end:
+            parent, start = nodes.get(row.parent, (None, 0))
+            if parent is None or row.start != start:
                 continue
-            if own.tree.child(parent, row.key, 0, len(row.key) // WIDTH) is not None:
+            end = start + len(row.key) // WIDTH
+            if parent.children and own.tree.child(parent, row.key, 0, end - start) is not None:
                 continue  # a row that should have been removed
             if self.layout.has_rows and row.rows is None:
                 continue
             origin: Origin = "decode" if row.origin == "decode" else "prefill"
             node = own.tree.add(parent, row.key, origin)
             node.hits, node.last_used = row.hits, int(row.used)
-            node.rows = part(row.rows, node.start, node.end)
-            node.window = part(row.window, node.start, node.end)
+            node.rows = part(row.rows, start, end)
+            node.window = part(row.window, start, end)
             whole = row.state is not None or not self.layout.has_state
             if row.kind is not None and row.kind in WEIGHTS and whole:
-                state = part(row.state, node.end, node.end)
+                state = part(row.state, end, end)
                 node.checkpoint = Checkpoint(
                     row.kind, state, int(row.used), hits=row.hits, hint=row.hint
                 )
-            nodes[row.id] = node
+            nodes[row.id] = node, end
             own.ids[node] = row.id
             self.account.count(node)
 

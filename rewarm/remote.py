@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ class Remote:
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         if self.salt:
-            headers["X-Cache-Salt"] = self.salt
+            headers["X-Cache-Salt"] = urllib.parse.quote(self.salt, safe="")
         return headers
 
     def _ask(self, request: urllib.request.Request) -> dict[str, Any]:

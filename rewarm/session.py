@@ -291,7 +291,7 @@ class _Run:
                 ttft_ms=report.ttft_ms,
             ),
             logprobs=chosen if self.logprobs else None,
-            miss=match.reason,
+            miss=report.miss.reason if report.miss is not None else None,
         )
 
 

@@ -221,11 +221,11 @@ def test_metrics_count_what_replies_say(server: Running, http: httpx.Client) -> 
         return float(found[1]) if found else 0.0
 
     names = {
-        "cached": 'rewarm_prompt_tokens_total{kind="cached"}',
-        "prefilled": 'rewarm_prompt_tokens_total{kind="prefilled"}',
-        "generated": "rewarm_generated_tokens_total",
+        "cached": 'rewarm_prompt_tokens_total{endpoint="chat",kind="cached"}',
+        "prefilled": 'rewarm_prompt_tokens_total{endpoint="chat",kind="prefilled"}',
+        "generated": 'rewarm_generated_tokens_total{endpoint="chat"}',
         "requests": 'rewarm_requests_total{endpoint="chat",status="200"}',
-        "first": "rewarm_time_to_first_token_seconds_count",
+        "first": 'rewarm_time_to_first_token_seconds_count{endpoint="chat"}',
     }
     before = {key: metric(name) for key, name in names.items()}
     replies = [http.post("/v1/chat/completions", json=CHAT).json() for _ in range(2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,37 @@ def test_what_was_evicted_is_said_and_how_far_it_went(name: str) -> None:
     else:
         assert missed(cache, other).reason == "cold"
     assert missed(cache, prompt(200, 12345)).reason == "cold"
+
+
+def test_an_eviction_is_said_where_the_rest_of_the_path_only_goes_on() -> None:
+    cache = cache_of("llama")
+    tokens = prompt(200)
+    run(cache.model, cache, tokens)
+    evict(cache, "leaf", at=199)
+    match, miss = cache.miss(joined(tokens, prompt(20, 3)))
+    assert match.reason is None  # the tree ends there
+    assert match.shared < 199
+    assert miss is not None
+    assert (miss.reason, miss.held) == ("evicted", 199)
+
+
+def test_the_first_difference_is_found_on_disk_too(tmp_path: Path) -> None:
+    tokens = prompt(200)
+    other = joined(tokens[:150], prompt(200, 9))
+    for name in ("llama", "qwen3_5"):
+        cache = cache_of(name, disk=str(tmp_path / name))
+        run(cache.model, cache, tokens, marks=[60])
+        cache.close()
+        cache = cache_of(name, disk=str(tmp_path / name))
+        asked = missed(cache, other)
+        assert (asked.reason, asked.shared) == ("diverged", 150)
+        assert asked.other.tolist() == tokens[150 : 150 + GLIMPSE].tolist()
+        with cache.acquire(other) as lease:
+            assert lease.miss is not None
+            assert (lease.miss.reason, lease.miss.shared) == ("diverged", 150)
+            seen = lease.miss.other  # as far as it was brought up
+            assert seen.tolist() == tokens[150 : 150 + len(seen)].tolist() != []
+        cache.close()
 
 
 def test_evictions_are_told_to_their_own_tenant_only() -> None:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from rewarm.api.activity import RECENT, percentile
+from rewarm.remote import Remote
 
 from .support_server import Running, running
 
@@ -134,6 +135,13 @@ def test_another_tenants_words_are_not_shown(client: httpx.Client) -> None:
         assert first["miss"] is None or list(first["miss"]) == ["reason"]
     assert live(client, "mine")["recent"][0]["own"]
     assert "secret" in client.get("/v1/live", headers={"X-Cache-Salt": "mine"}).text
+
+
+def test_a_salt_in_any_script_can_be_named(server: Running, client: httpx.Client) -> None:
+    ask(client, "which tide?", cache_salt="港 50%")
+    assert not live(client)["recent"][0]["own"]
+    seen = Remote(server.url, "key", "港 50%").get("/v1/live")
+    assert seen["recent"][0]["own"]
 
 
 def test_a_cleared_cache_has_no_hot_prefix(client: httpx.Client) -> None:

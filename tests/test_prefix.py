@@ -76,7 +76,7 @@ def test_a_miss_says_why() -> None:
     assert cache.match(joined(tokens[:50], prompt(5, 9))).reason == "no_checkpoint"
     exact = cache_of("llama", reuse="exact")
     run(exact.model, exact, tokens)
-    assert exact.match(joined(tokens[:50], prompt(50, 9))).reason == "exact_mode"
+    assert exact.match(joined(tokens[:50], prompt(5, 9))).reason == "exact_mode"
 
 
 def test_salts_share_nothing() -> None:

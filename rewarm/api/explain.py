@@ -88,7 +88,8 @@ def explain_router(service: Service) -> APIRouter:
         anthropic = "anthropic-version" in request.headers
         asking = await checked(request, lambda body: _read(body, anthropic), service)
         asked = await service.off_loop(exchange_of(request), question, service, asking)
-        return Json(await service.explaining(explained, service, asked))
+        await service.explained()
+        return Json(await service.off_loop(exchange_of(request), explained, service, asked))
 
     return router
 

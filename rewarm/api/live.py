@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from urllib.parse import unquote
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -23,6 +24,7 @@ from .respond import Json, exchange_of
 from .service import Service
 
 SALT_HEADER = "X-Cache-Salt"
+"""Percent-encoded: a header holds no other letters than ASCII's."""
 HOTTEST = 10
 LABEL = 36
 """Characters of each end of a label."""
@@ -34,7 +36,7 @@ def live_router(service: Service) -> APIRouter:
     @router.get("/v1/live", responses=errors(401))
     async def live(request: Request) -> Response:
         """Requests in flight and the last ones, hit rate, times to first token, bytes by tier."""
-        salt = request.headers.get(SALT_HEADER) or None
+        salt = unquote(request.headers.get(SALT_HEADER, "")) or None
         body = happening(service, salt)
         # The cache's lock may be held for a while: not a wait for the event loop.
         body |= await service.off_loop(exchange_of(request), held, service)

@@ -81,7 +81,7 @@ class Service:
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(engine, options.model_name)
         self.activity = Activity()
         self._pool = ThreadPoolExecutor(THREADS, "rewarm-prompt")
         self._large = ThreadPoolExecutor(1, "rewarm-large-prompt")
@@ -119,8 +119,9 @@ class Service:
         pool = self._pool_for(exchange)
         return await asyncio.get_running_loop().run_in_executor(pool, do, *args)
 
-    async def explaining(self, do: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._explaining, do, *args)
+    async def explained(self) -> None:
+        """Until all that was answered so far is described and remembered."""
+        await asyncio.get_running_loop().run_in_executor(self._explaining, lambda: None)
 
     def described(
         self, miss: Miss, prompt: Prompt, chat: Chat | None, salt: str | None
@@ -128,11 +129,6 @@ class Service:
         """A miss in words and figures, for the tenant whose prompt it is. Not on the event loop:
         it may have to read a long message."""
         cache = self.engine.cache
-        if cache.reuse == "exact" and miss.reason == "diverged":
-            # A tree of chunks does not know how far prompts agree beyond a chunk of another length.
-            shared, asked = self.remembered.longest(salt, prompt.tokens)
-            if asked is not None and shared > miss.shared:
-                miss = replace(miss, shared=shared, other=asked.tokens[shared:])
         if miss.reason == "cold" and cache.disk is not None:
             held = cache.disk.others.shared(prompt.tokens, salt)
             if held > miss.shared:
@@ -239,7 +235,7 @@ class Service:
 
     def _work(self, exchange: Exchange, chat: Chat | None, salt: str | None) -> Work:
         def over(run: Run) -> None:
-            self.metrics.ran(run)
+            self.metrics.ran(run, exchange.endpoint)
             exchange.ran(run)
             if chat is not None:
                 self._remember(exchange, run, chat)
@@ -271,7 +267,12 @@ class Service:
         except RuntimeError:  # the server is stopping
             run.miss = {"reason": miss.reason}
             return work.deliver(event)
-        reading.add_done_callback(lambda done: loop.call_soon_threadsafe(told, done))
+
+        def back(done: Future[dict[str, Any]]) -> None:
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits
+                loop.call_soon_threadsafe(told, done)
+
+        reading.add_done_callback(back)
 
     def _remember(self, exchange: Exchange, run: Run, chat: Chat) -> None:
         if run.report is None or run.error is not None:

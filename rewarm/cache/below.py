@@ -133,6 +133,10 @@ class Below:
             log.exception("the disk tier could not be asked; it is left alone")
             return None
 
+    def tree(self, namespace: Namespace) -> Tree | None:
+        """The disk's tree of a namespace that was asked for before."""
+        return self.disk.tree_of(namespace)
+
     def bring_up(
         self,
         found: Found,

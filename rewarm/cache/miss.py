@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -56,15 +56,30 @@ class Explainer:
         tree: Tree,
         prompt: Tokens,
         cuts: Sequence[int],
+        below: Tree | None = None,
         open_trees: Sequence[Tree] = (),
     ) -> Miss | None:
-        """None where all that could be reused was. `open_trees` are of other namespaces that
-        whoever asks could ask just as well: without a salt, or with one that the request names."""
-        reason = match.reason
-        if reason is None or reason in ("disabled", "failed"):
-            return Miss(reason, match.shared, match.resume) if reason is not None else None
+        """None where all that could be reused was.
+
+        `below` is the same namespace on disk, which may know more of a prompt than memory does.
+        `open_trees` are of other namespaces that whoever asks could ask just as well: without a
+        salt, or with one that the request names."""
+        if match.reason in ("disabled", "failed"):
+            return Miss(match.reason, match.shared, match.resume)
+        if match.resume >= len(prompt) - 1:
+            return None
         data = encode(prompt)
-        used = tree.walk(data, cuts).node
+        used, known = tree.walk(data, cuts)
+        parts_from = tree
+        if below is not None:
+            there = find(self.layout, below, data, len(prompt), cuts).match
+            goes_on = match.reason is None and there.shared == match.shared
+            if there.shared > match.shared or (goes_on and there.reason == "diverged"):
+                match = replace(match, shared=there.shared, reason=there.reason)
+                known = 0
+            if known < match.shared:
+                parts_from = below
+        reason = match.reason
         while used.parent is not None and used.end > match.resume:
             used = used.parent
         lost = self.gone.look(prompt, used, tree.seed)
@@ -73,7 +88,9 @@ class Explainer:
         found = [find(self.layout, t, data, len(prompt), cuts).at for t in open_trees]
         if found and max(found) > match.shared:
             return Miss("salt", match.shared, match.resume, held=max(found))
-        beyond = parted(tree, data, cuts)
+        if reason is None:
+            return None
+        beyond = parted(parts_from, data, cuts)
         if reason == "no_checkpoint":
             why: Missing = "never_taken"
             if match.resume < lost.resume:

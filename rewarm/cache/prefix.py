@@ -420,8 +420,9 @@ class PrefixCache:
         # Of other namespaces, those that are no secret to whoever asks for this one.
         names = {self._namespace.salted(salt) for salt in ("", *other_salts)} - {namespace}
         open_trees = [self._trees[name] for name in names if name in self._trees]
+        below = self._below.tree(namespace) if self._below is not None else None
         try:
-            return self._explainer.why(match, tree, prompt, cuts, open_trees)
+            return self._explainer.why(match, tree, prompt, cuts, below, open_trees)
         except Exception:
             log.exception("the reason of a miss could not be found")
             return Miss(match.reason, match.shared, match.resume) if match.reason else None

@@ -250,6 +250,10 @@ class DiskTier:
         """Those that were asked for since the start; the index may have more."""
         return {namespace: own.tree for namespace, own in self._trees.items()}
 
+    def tree_of(self, namespace: Namespace) -> Tree | None:
+        own = self._trees.get(namespace)
+        return own.tree if own is not None else None
+
     def _known(self, namespace: Namespace, chunked: bool) -> DiskTree | None:
         """A namespace's tree, if anything was ever stored for it."""
         if namespace not in self._trees and not self.store.known_namespace(self.digest(namespace)):

@@ -74,13 +74,6 @@ class Remembered:
             default=None,
         )
 
-    def longest(self, salt: str | None, tokens: Tokens) -> tuple[int, Asked | None]:
-        """How many tokens the prompt shares with an earlier one of the same tenant, at most."""
-        with self._lock:
-            own = [asked for asked in self._asked if asked.salt == salt]
-        best = max(own, key=lambda a: common_tokens(a.tokens, tokens), default=None)
-        return (common_tokens(best.tokens, tokens), best) if best is not None else (0, None)
-
     def clear(self) -> None:
         with self._lock:
             self._asked.clear()

@@ -129,11 +129,6 @@ class Service:
         """A miss in words and figures, for the tenant whose prompt it is. Not on the event loop:
         it may have to read a long message."""
         cache = self.engine.cache
-        if cache.reuse == "exact" and miss.reason == "diverged":
-            # A tree of chunks does not know how far prompts agree beyond a chunk of another length.
-            shared, asked = self.remembered.longest(salt, prompt.tokens)
-            if asked is not None and shared > miss.shared:
-                miss = replace(miss, shared=shared, other=asked.tokens[shared:])
         if miss.reason == "cold" and cache.disk is not None:
             held = cache.disk.others.shared(prompt.tokens, salt)
             if held > miss.shared:

@@ -88,6 +88,7 @@ class PrefixCache:
         make_cache: MakeCaches | None = None,
         retention: Retention | None = None,
         placement: Placement | None = None,
+        layout: Layout | None = None,
         adapter: str = "",
         max_buffers: int | None = None,
     ) -> None:
@@ -98,7 +99,7 @@ class PrefixCache:
         self.chunk = chunk or (CPU_CHUNK if mx.default_device() == mx.cpu else GPU_CHUNK)
         self.placement = placement or ChatPlacement()
         self.blank = make_cache or cache_maker(model, max_kv_size, kv_bits, kv_group_size)
-        self.layout = Layout(self.blank())
+        self.layout = layout or Layout(self.blank())
         if not self.layout.reusable:
             what = ", ".join(self.layout.unknown) or "no layer"
             log.warning("reuse is off for %s: %s cannot be captured", type(model).__name__, what)

@@ -12,6 +12,7 @@ import numpy as np
 from rewarm.cache import LRU, WorkPerByte
 from rewarm.cache.retention import Item, Retention
 from rewarm.cache.tree import WIDTH, Node
+from rewarm.cache.worth import checkpoints_below
 
 from .profiles import Profile
 from .sized import sized_cache
@@ -74,15 +75,17 @@ class Clairvoyant:
         self.now = -1
         """The request that runs."""
 
-    def score(self, item: Item, now: int) -> float:
+    def worth(self, item: Item) -> float:
+        return 1.0
+
+    def since(self, item: Item) -> float:
         node = item.node
-        if item.what == "leaf":
-            at = self._next(node)
-        else:
-            below = self._checkpoints_below(node) if item.what == "checkpoint" else []
-            at = self._next(node, below)
+        below = checkpoints_below(node) if item.what == "checkpoint" else []
         # On a tie the deeper goes first.
-        return -float(at) - min(node.end, 1 << 24) / (1 << 25)
+        return -self._next(node, below) - min(node.end, 1 << 24) / (1 << 25)
+
+    def behind(self, item: Item) -> float:
+        return 0.0
 
     def _next(self, node: Node, below: list[Node] | None = None) -> int:
         block = int.from_bytes(node.key[-WIDTH:], "little")
@@ -97,17 +100,6 @@ class Clairvoyant:
         blocks = self._blocks[request]
         at = (node.end - 1) // self._size
         return at < len(blocks) and int(blocks[at]) == int.from_bytes(node.key[-WIDTH:], "little")
-
-    def _checkpoints_below(self, node: Node) -> list[Node]:
-        found: list[Node] = []
-        todo = list(node.children.values())
-        while todo:
-            each = todo.pop()
-            if each.checkpoint is not None:
-                found.append(each)
-            else:
-                todo.extend(each.children.values())
-        return found
 
 
 def replay(
@@ -142,6 +134,10 @@ def replay(
         with cache.acquire(request.tokens(), boundaries=request.boundaries()) as lease:
             for cut in lease.cuts:
                 cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
+            if isinstance(retention, Clairvoyant):  # what was next is now past
+                cache.memory.noted.update(dict.fromkeys(lease.pin.node.path()))
+        if request.waits:
+            cache.waits(lease.tokens)
         match = lease.match
         cached += match.resume
         replayed += match.replay

@@ -45,6 +45,8 @@ class TraceRequest:
     """Tokens of the system prompt and the tools, where the trace says so."""
     turn: int = 0
     """Where the message before the last one ends, as far as the trace tells."""
+    waits: bool = False
+    """Whether its answer is one that a person reads, and no tool call."""
 
     def tokens(self) -> Tokens:
         return np.repeat(self.blocks, self.block_size)[: self.length].astype(np.int32, copy=False)
@@ -139,7 +141,7 @@ def read(paths: Sequence[Path], stagger: float = 0.0, seed: int = 0) -> Trace:
 def _files(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            yield from sorted(p for p in path.iterdir() if ".json" in p.suffixes[0:1] + [p.suffix])
+            yield from sorted(p for p in path.iterdir() if ".json" in "".join(p.suffixes))
         elif path.is_file():
             yield path
         else:
@@ -190,6 +192,7 @@ def _session(document: dict[str, Any], session: int, numbers: _Numbers) -> Itera
             length,
             system=system,
             turn=before if before < length else 0,
+            waits=line.get("stop") == "end_turn",
         )
         before = length + int(line.get("out", 0))
 

@@ -276,6 +276,16 @@ class PrefixCache:
                 Cut(c.stop, kind) if c.stop == at and c.checkpoint is None else c for c in ahead
             ]
 
+    def waits(self, tokens: Sequence[int] | npt.NDArray[Any], salt: str | None = None) -> None:
+        """Say that whoever sent this prompt has an answer that a person will think about; after a
+        tool call, which is soon followed by its result, say nothing."""
+        prompt = checked_tokens(tokens, self.vocabulary)
+        with self._entered():
+            tree = self._trees.get(self._namespace.salted(salt))
+            if tree is not None:
+                walk = tree.walk(encode(prompt), ())
+                self._evictor.let_wait(walk.node)
+
     def stats(self) -> Stats:
         with self._entered():
             held = self.memory.held
@@ -425,9 +435,7 @@ class PrefixCache:
         for checkpoint in pin.checkpoints:
             checkpoint.hint = max(checkpoint.hint, hint)
         for part in parts:
-            part.hits += 1
-            part.last_used = self._clock
-            part.warm = False
+            part.touch(self._clock)
         if found.at:
             self._hits += 1
         else:
@@ -484,6 +492,7 @@ class PrefixCache:
         self._pins.clear()
         self._trees.clear()
         self.memory.held = Held()
+        self._evictor.forget()
 
     def _release(self, pin: Pin) -> None:
         with self._lock:

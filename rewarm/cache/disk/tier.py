@@ -228,6 +228,7 @@ class DiskTier:
         self._used.clear()
         self._fresh.clear()
         self.account.held = Held()
+        self._evictor.forget()
         self.store.clear(where={"weights": self.about["weights"]})
 
     def nbytes(self) -> int:

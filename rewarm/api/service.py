@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -199,6 +200,7 @@ class Service:
             self.metrics.ran(run)
             exchange.ran(run)
             if chat is not None:
+                self._say_who_waits(exchange, run)
                 self._warm_ahead(exchange, run, chat)
 
         work = Work(lambda run: self.engine.cancel(run.request), over)
@@ -260,6 +262,13 @@ class Service:
                 del work.runs[i:]
                 raise
         return work
+
+    def _say_who_waits(self, exchange: Exchange, run: Run) -> None:
+        """A tool's result comes in seconds, a person's next message in minutes."""
+        if all(choice.finish == "stop" for choice in run.choices):
+            waits, request = self.engine.cache.waits, run.request
+            with contextlib.suppress(RuntimeError):  # the server is stopping
+                self._pool_for(exchange).submit(waits, request.tokens, request.salt)
 
     def _warm_ahead(self, exchange: Exchange, run: Run, chat: Chat) -> None:
         """Have the next turn's prompt computed while the client reads."""

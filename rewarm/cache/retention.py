@@ -124,16 +124,19 @@ class Evictor:
             if not node.children:
                 self._leaves.add(node)
             tree = self._tree(node, trees)
+            had_checkpoint = "checkpoint" in self._numbers.get(node, ())
             for what in self._appraiser.kinds(node):
-                self._put(tree, node, what)
-            if node.checkpoint is not None and node.checkpoint.nbytes:
-                # It has changed what those around it save.
-                above = checkpoint_above(node)
-                if above is not None and above in self._numbers:
-                    self._put(self._tree(above, trees), above, "checkpoint")
-                for below in checkpoints_below(node) if node.children else ():
-                    for what in self._appraiser.kinds(below) if below in self._numbers else ():
-                        self._put(tree, below, what)
+                self._file(self._appraiser.item(tree, node, what))
+            if not had_checkpoint and "checkpoint" in self._numbers.get(node, ()):
+                self._look_around(tree, node)
+
+    def _look_around(self, tree: Tree, node: Node) -> None:
+        """A new checkpoint has changed what those above and below it save."""
+        above = checkpoint_above(node)
+        for each in ([above] if above is not None else []) + checkpoints_below(node):
+            for what in list(self._numbers.get(each, ())):
+                if what in self._appraiser.kinds(each):
+                    self._file(self._appraiser.item(tree, each, what))
 
     def _tree(self, node: Node, trees: list[Tree]) -> Tree:
         known = self._trees.get(node)
@@ -146,12 +149,6 @@ class Evictor:
                 known = next(t for t in trees if t.root is above)
             self._trees[node] = known
         return known
-
-    def _put(self, tree: Tree, node: Node, what: What) -> None:
-        if what == "checkpoint" and (node.checkpoint is None or not node.checkpoint.nbytes):
-            return
-        item = self._appraiser.item(tree, node, what)
-        self._file(item)
 
     def _file(self, item: Item) -> None:
         numbers = self._numbers.setdefault(item.node, {})
@@ -222,8 +219,7 @@ class Evictor:
         """The item of an entry, where it may go and is what it was when it was filed."""
         node, what = entry.node, entry.what
         if node.parent is None or what not in self._appraiser.kinds(node):
-            del self._entries[number]
-            self._numbers.get(node, {}).pop(what, None)
+            self._unfile(node, what)
             return None
         if self._appraiser.leased(node, what):
             self._leased.append(number)
@@ -234,6 +230,11 @@ class Evictor:
             return item
         self._file(item)
         return None
+
+    def _unfile(self, node: Node, what: What) -> None:
+        number = self._numbers.get(node, {}).pop(what, None)
+        if number is not None:
+            self._entries.pop(number, None)
 
     def _drop(self, node: Node) -> None:
         for number in self._numbers.pop(node, {}).values():
@@ -250,6 +251,8 @@ class Evictor:
             item.tree.remove(node)
         elif item.what == "checkpoint":
             self.memory.put_checkpoint(node, None)
+            self._unfile(node, "checkpoint")
         else:
             self.memory.put_window(node, None)
+            self._unfile(node, "window")
         self.evictions += 1

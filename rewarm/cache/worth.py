@@ -275,7 +275,9 @@ def _came_back(node: Node) -> int:
         if node.hits or (node.checkpoint is not None and node.checkpoint.hits):
             return max(node.hits, 1)
         above = node.parent
-        if above is None or above.parent is None or len(_prompts_below(above)) > 1:
+        if above is None or above.parent is None:
+            return 0
+        if above.only is None and len(_prompts_below(above)) > 1:
             return 0
         node = above
     return 0

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rewarm.errors import InvalidOption
+
 bench_app = typer.Typer(
     help="Measure: every number that the documentation gives comes from here.",
     no_args_is_help=True,
@@ -179,3 +181,80 @@ def restart(
         json=json,
         options={"model": model, "turns": turns},
     )
+
+
+@bench_app.command()
+def prefix(
+    model: Model = "pocket",
+    peer: Peer = None,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, with commas.")] = (
+        "2000,20000"
+    ),
+    http: Annotated[bool, typer.Option(help="Over HTTP as well.")] = True,
+    rounds: Rounds = 3,
+    json: Json = None,
+) -> None:
+    """A prompt cold, one that goes on from it, and one that leaves it near its end."""
+    from rewarm.bench import bench, inside
+
+    wanted = _numbers(lengths)
+    bench.run(
+        lambda b: inside.prefix(b, wanted, http),
+        "prefix",
+        model,
+        peer=peer,
+        rounds=rounds,
+        json=json,
+        options={"model": model, "peer": peer, "lengths": lengths, "rounds": rounds},
+    )
+
+
+@bench_app.command()
+def memory(
+    model: Model = "pocket",
+    conversations: Annotated[int, typer.Option(min=1)] = 4,
+    turns: Annotated[int, typer.Option(min=1)] = 10,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
+    json: Json = None,
+    plot: SvgFile = None,
+) -> None:
+    """Bytes held for each distinct token as conversations grow."""
+    from rewarm.bench import bench, inside
+
+    bench.run(
+        lambda b: inside.memory(b, conversations, turns, answer),
+        "memory",
+        model,
+        json=json,
+        plot=plot,
+        options={"model": model, "conversations": conversations, "turns": turns},
+    )
+
+
+@bench_app.command()
+def overhead(
+    model: Model = "pocket",
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the long message.")] = 4000,
+    messages: Annotated[int, typer.Option(min=2, help="Messages of the history.")] = 200,
+    answer: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
+    rounds: Rounds = 5,
+    json: Json = None,
+) -> None:
+    """What the cache costs where it brings nothing: cold, and in decoding."""
+    from rewarm.bench import bench, inside
+
+    bench.run(
+        lambda b: inside.overhead(b, length, messages, answer),
+        "overhead",
+        model,
+        rounds=rounds,
+        json=json,
+        options={"model": model, "length": length, "messages": messages, "rounds": rounds},
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InvalidOption(f"--lengths {text!r}: give numbers with commas") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rewarm.prompt import ChatRenderer
 
-from .models import placed, tokenizer_of
+from .archs import vocabulary
+from .models import RANDOM, placed, tokenizer_of
 from .result import Result, machine
 from .sides import Side, running
 
@@ -70,6 +72,19 @@ class Bench:
         sample = " ".join(self.draw.choices(WORDS, k=64))
         each = len(self.tokenizer.encode(sample, add_special_tokens=False)) / 64
         return " ".join(self.draw.choices(WORDS, k=max(1, round(tokens / each)))) + "."
+
+    def endings(self, answer: int, seed: int) -> dict[str, Any]:
+        """Fields with which a random model ends its answers by itself, after `answer` tokens or so:
+        only such an answer is followed by anything that could be prepared for."""
+        if not self.model.startswith(RANDOM):
+            return {}
+        size = vocabulary(self.model.removeprefix(RANDOM))
+        bias = math.log(size / answer)
+        return {
+            "temperature": 1.0,
+            "seed": seed,
+            "logit_bias": {str(self.tokenizer.eos_token_id): round(bias, 3)},
+        }
 
     @contextmanager
     def steps(self, what: str, total: int) -> Iterator[Callable[[], None]]:

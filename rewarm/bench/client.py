@@ -49,8 +49,9 @@ class Answered:
 
 
 def ask(
-    url: str, messages: list[dict[str, Any]], max_tokens: int, tools: list[Any] | None = None
+    url: str, messages: list[dict[str, Any]], max_tokens: int, more: dict[str, Any] | None = None
 ) -> Answered:
+    """`more`: other fields of the request."""
     body: dict[str, Any] = {
         "model": "default_model",
         "messages": messages,
@@ -58,9 +59,8 @@ def ask(
         "temperature": 0.0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **(more or {}),
     }
-    if tools:
-        body["tools"] = tools
     request = urllib.request.Request(
         f"{url}/v1/chat/completions",
         json.dumps(body).encode(),

@@ -37,7 +37,8 @@ def chat(bench: Bench, turns: int, answer: int) -> None:
             for side in _in_turns(sides, turn):
                 history = said[side.name]
                 history.append({"role": "user", "content": questions[turn]})
-                reply = ask(side.url, history, answer)
+                endings = bench.endings(answer, turn)
+                reply = ask(side.url, history, 4 * answer if endings else answer, endings)
                 history.append(reply.message)
                 got[side.name].append(reply)
                 side.settle()

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from .memory import MemoryTier
 from .tree import Node, Tree
 from .worth import (
+    FARTHEST,
     LRU,
     Appraiser,
     Item,
@@ -129,6 +130,17 @@ class Evictor:
                 self._file(self._appraiser.item(tree, node, what))
             if not had_checkpoint and "checkpoint" in self._numbers.get(node, ()):
                 self._look_around(tree, node)
+            if self.reach:
+                self._look_at_windows(tree, node)
+
+    def _look_at_windows(self, tree: Tree, node: Node) -> None:
+        """What is new or gone here was, or is, what the windows before it are for."""
+        for above in node.path():
+            if above.end <= node.end - self.reach:
+                break
+            filed = above is not node and "window" in self._numbers.get(above, ())
+            if filed and above.window is not None and above.children:
+                self._file(self._appraiser.item(tree, above, "window"))
 
     def _look_around(self, tree: Tree, node: Node) -> None:
         """A new checkpoint has changed what those above and below it save."""
@@ -255,4 +267,11 @@ class Evictor:
         else:
             self.memory.put_window(node, None)
             self._unfile(node, "window")
+            # Half a window is worth nothing: neither is the rest of it.
+            below = [node]
+            for each in below:
+                if len(below) < FARTHEST:
+                    ends = node.end + self.reach
+                    below += [c for c in each.children.values() if c.start < ends]
+            self.memory.noted.update(dict.fromkeys(below))
         self.evictions += 1

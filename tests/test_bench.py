@@ -216,6 +216,13 @@ def test_the_index_finds_what_a_look_at_everything_finds(profile: Profile, polic
             for node in tree.nodes()
             for what in evictor._appraiser.kinds(node)
         ]
+        for entry in evictor._entries.values() if profile is not WINDOW else ():
+            if entry.node.parent is not None and entry.what in evictor._appraiser.kinds(entry.node):
+                tree = evictor._trees[entry.node]
+                now = evictor._entry(evictor._appraiser.item(tree, entry.node, entry.what))
+                # What is filed too low is found and filed again; too high, and it would hide.
+                assert entry.worth <= now.worth * 2**0.5 + 1e-12, entry
+                assert entry.since <= now.since
         before = evictor._worst(cache._clock, only_warm=False)
         assert before is not None
         assert score(before) <= min(every) * 2**0.5 + 1e-12

@@ -73,7 +73,7 @@ class Bench:
         each = len(self.tokenizer.encode(sample, add_special_tokens=False)) / 64
         return " ".join(self.draw.choices(WORDS, k=max(1, round(tokens / each)))) + "."
 
-    def endings(self, answer: int, seed: int) -> dict[str, Any]:
+    def endings(self, answer: int) -> dict[str, Any]:
         """Fields with which a random model ends its answers by itself, after `answer` tokens or so:
         only such an answer is followed by anything that could be prepared for."""
         if not self.model.startswith(RANDOM):
@@ -82,7 +82,6 @@ class Bench:
         bias = math.log(size / answer)
         return {
             "temperature": 1.0,
-            "seed": seed,
             "logit_bias": {str(self.tokenizer.eos_token_id): round(bias, 3)},
         }
 

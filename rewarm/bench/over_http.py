@@ -25,7 +25,14 @@ def chat(bench: Bench, turns: int, answer: int) -> None:
     questions = [bench.text(24) for _ in range(turns)]
     system = {"role": "system", "content": bench.text(200)}
     sheet = bench.result.sheet(
-        f"{turns} turns of {answer} tokens", "turn", "side", "prompt", "hit", "TTFT ms", "held MB"
+        f"{turns} turns of {answer} tokens",
+        "turn",
+        "side",
+        "prompt",
+        "hit",
+        "best",
+        "TTFT ms",
+        "held MB",
     )
     hits = bench.result.plot("Hit by turn", "turn", "%")
     first = bench.result.plot("Time to the first token by turn", "turn", "ms")
@@ -33,15 +40,19 @@ def chat(bench: Bench, turns: int, answer: int) -> None:
     with bench.sides((), NO_WARM) as sides, bench.steps("turns", turns * len(sides)) as step:
         said: dict[str, Messages] = {side.name: [system] for side in sides}
         got: dict[str, list[Answered]] = {side.name: [] for side in sides}
+        before: dict[str, list[int]] = {side.name: [] for side in sides}
         for turn in range(turns):
             for side in _in_turns(sides, turn):
                 history = said[side.name]
                 history.append({"role": "user", "content": questions[turn]})
-                endings = bench.endings(answer, turn)
+                endings = bench.endings(answer)
                 reply = ask(side.url, history, 4 * answer if endings else answer, endings)
                 history.append(reply.message)
                 got[side.name].append(reply)
                 side.settle()
+                asked = bench.tokens(history[:-1])
+                best = _common(asked, before[side.name]) / len(asked)
+                before[side.name] = asked
                 nbytes = side.held() or 0
                 hits.add(side.name, turn + 1, 100 * reply.hit)
                 first.add(side.name, turn + 1, 1e3 * reply.ttft)
@@ -52,6 +63,7 @@ def chat(bench: Bench, turns: int, answer: int) -> None:
                         side.name,
                         reply.prompt,
                         f"{reply.hit:.1%}",
+                        f"{best:.1%}",
                         f"{1e3 * reply.ttft:.0f}",
                         f"{nbytes / 1e6:.2f}",
                     )

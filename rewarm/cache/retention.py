@@ -128,8 +128,11 @@ class Evictor:
             had_checkpoint = "checkpoint" in self._numbers.get(node, ())
             for what in self._appraiser.kinds(node):
                 self._file(self._appraiser.item(tree, node, what))
+            # What goes on from a checkpoint decides what it is worth.
+            self._look_at(tree, checkpoint_above(node))
             if not had_checkpoint and "checkpoint" in self._numbers.get(node, ()):
-                self._look_around(tree, node)
+                for below in checkpoints_below(node):  # it has changed what they save
+                    self._look_at(tree, below)
             if self.reach:
                 self._look_at_windows(tree, node)
 
@@ -142,13 +145,11 @@ class Evictor:
             if filed and above.window is not None and above.children:
                 self._file(self._appraiser.item(tree, above, "window"))
 
-    def _look_around(self, tree: Tree, node: Node) -> None:
-        """A new checkpoint has changed what those above and below it save."""
-        above = checkpoint_above(node)
-        for each in ([above] if above is not None else []) + checkpoints_below(node):
-            for what in list(self._numbers.get(each, ())):
-                if what in self._appraiser.kinds(each):
-                    self._file(self._appraiser.item(tree, each, what))
+    def _look_at(self, tree: Tree, node: Node | None) -> None:
+        if node is not None:
+            for what in list(self._numbers.get(node, ())):
+                if what in self._appraiser.kinds(node):
+                    self._file(self._appraiser.item(tree, node, what))
 
     def _tree(self, node: Node, trees: list[Tree]) -> Tree:
         known = self._trees.get(node)
@@ -176,11 +177,22 @@ class Evictor:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Numbers that mean nothing any more may be in the middle of a heap."""
+        """Appraise everything again. Numbers that mean nothing any more go, and windows that lost
+        worth to something far from them are filed where they belong."""
+        known = list(self._entries.items())
+        self._heaps.clear()
+        for number, entry in known:
+            node, what = entry.node, entry.what
+            if node.parent is None or what not in self._appraiser.kinds(node):
+                self._unfile(node, what)
+                continue
+            now = self._entry(self._appraiser.item(self._trees[node], node, what))
+            self._entries[number] = now
+            self._heaps.setdefault(now.bucket, []).append((now.since, number))
         for heap in self._heaps.values():
-            heap[:] = [each for each in heap if each[1] in self._entries]
             heapq.heapify(heap)
-        self._filed = sum(map(len, self._heaps.values()))
+        self._leased.clear()
+        self._filed = len(self._entries)
 
     def _entry(self, item: Item) -> Entry:
         worth = self.policy.worth(item)

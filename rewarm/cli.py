@@ -16,6 +16,7 @@ from rich.logging import RichHandler
 
 import rewarm
 from rewarm.accel import blas
+from rewarm.cli_bench import bench_app
 from rewarm.cli_cache import cache_app
 from rewarm.cli_live import explain, top
 from rewarm.errors import InvalidOption, NotReady, RewarmError
@@ -86,6 +87,7 @@ def demo(
 app.add_typer(cache_app, name="cache")
 app.command()(explain)
 app.command()(top)
+app.add_typer(bench_app, name="bench")
 
 CACHE, MODEL = "Cache", "Model"
 

@@ -239,6 +239,7 @@ class Service:
             exchange.ran(run)
             if chat is not None:
                 self._remember(exchange, run, chat)
+                self._say_who_waits(exchange, run)
                 self._warm_ahead(exchange, run, chat)
 
         work = Work(lambda run: self.engine.cancel(run.request), over)
@@ -347,6 +348,13 @@ class Service:
                 del work.runs[i:]
                 raise
         return work
+
+    def _say_who_waits(self, exchange: Exchange, run: Run) -> None:
+        """A tool's result comes in seconds, a person's next message in minutes."""
+        if all(choice.finish == "stop" for choice in run.choices):
+            waits, request = self.engine.cache.waits, run.request
+            with suppress(RuntimeError):  # the server is stopping
+                self._pool_for(exchange).submit(waits, request.tokens, request.salt)
 
     def _warm_ahead(self, exchange: Exchange, run: Run, chat: Chat) -> None:
         """Have the next turn's prompt computed while the client reads."""

@@ -114,6 +114,7 @@ class Committer:
             window = layout.pack("window", caches, window_from, stop)
         node = lease.tree.add(lease.pin.node, lease.data[start * WIDTH : stop * WIDTH], origin)
         node.rows, node.window, node.last_used, node.warm = rows, window, now, lease.warm
+        node.waits = lease.warm and lease.pin.node.waits
         self.memory.count(node)
         self.on_change(lease.tree, node)
         lease.pin.down(node)

@@ -94,6 +94,8 @@ class MemoryTier:
     budget: int
     max_buffers: int
     held: Held = field(default_factory=Held)
+    noted: dict[Node, None] = field(default_factory=dict)
+    """Nodes that came, went or changed since retention last looked."""
 
     def fits(self, nbytes: int, buffers: int = 0) -> bool:
         return (
@@ -103,6 +105,9 @@ class MemoryTier:
 
     def count(self, node: Node, sign: int = 1) -> None:
         """Take a node, with all it holds, into the account, or out of it."""
+        self.noted[node] = None
+        if sign < 0 and node.parent is not None:
+            self.noted[node.parent] = None
         held = self.held
         held.index += sign * node.index_bytes
         held.nodes += sign

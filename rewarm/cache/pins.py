@@ -74,9 +74,7 @@ class Pins:
         for checkpoint in pin.checkpoints:
             checkpoint.hint = max(checkpoint.hint, hint)
         for part in parts:
-            part.hits += 1
-            part.last_used = now
-            part.warm = False
+            part.touch(now)
         if resume:
             self.hits += 1
         else:

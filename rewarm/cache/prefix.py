@@ -70,6 +70,7 @@ class PrefixCache:
         make_cache: MakeCaches | None = None,
         retention: Retention | None = None,
         placement: Placement | None = None,
+        layout: Layout | None = None,
         adapter: str = "",
         max_buffers: int | None = None,
     ) -> None:
@@ -79,7 +80,7 @@ class PrefixCache:
         self.reuse = reuse
         self.chunk = chunk or (CPU_CHUNK if mx.default_device() == mx.cpu else GPU_CHUNK)
         self.blank = make_cache or cache_maker(model, max_kv_size, kv_bits, kv_group_size)
-        self.layout = Layout(self.blank())
+        self.layout = layout or Layout(self.blank())
         if not self.layout.reusable:
             what = ", ".join(self.layout.unknown) or "no layer"
             log.warning("reuse is off for %s: %s cannot be captured", type(model).__name__, what)
@@ -270,6 +271,16 @@ class PrefixCache:
             ahead = [c for c in lease.cuts if c.stop > lease.position]
             lease.cuts = self._divider.marked(ahead, position, kind)
 
+    def waits(self, tokens: Sequence[int] | npt.NDArray[Any], salt: str | None = None) -> None:
+        """Say that whoever sent this prompt has an answer that a person will think about; after a
+        tool call, which is soon followed by its result, say nothing."""
+        prompt = checked_tokens(tokens, self.vocabulary)
+        with self._entered():
+            tree = self._trees.get(self._namespace.salted(salt))
+            if tree is not None:
+                walk = tree.walk(encode(prompt), ())
+                self._evictor.let_wait(walk.node)
+
     def stats(self) -> Stats:
         with self._entered():
             held = self.memory.held
@@ -420,6 +431,7 @@ class PrefixCache:
         self._trees.clear()
         self._gone.clear()
         self.memory.held = Held()
+        self._evictor.forget()
 
     def _release(self, pin: Pin) -> None:
         with self._lock:

@@ -1,68 +1,56 @@
-"""Retention: what goes first when the budget is full."""
+"""Retention: what goes first when the budget is full.
+
+Everything that can go is kept in an index: in buckets of like worth, by age inside each. So what is
+worth least now is the oldest of some bucket, and finding it looks at one item a bucket, however
+many there are. Items are not told when they are used or when something near them changes their
+worth: what is found is appraised again, and put where it belongs now.
+"""
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .memory import MemoryTier
-from .placement import WEIGHTS
-from .tree import Checkpoint, Node, Payload, Tree
+from .tree import Node, Tree
+from .worth import (
+    FARTHEST,
+    LRU,
+    Appraiser,
+    Item,
+    Retention,
+    What,
+    WorkPerByte,
+    checkpoint_above,
+    checkpoints_below,
+    left_behind_leaf,
+)
 
-UNMARKED_WINDOW = 0.05
-"""How likely a window outside every checkpoint is asked for, against one inside."""
+__all__ = ["LRU", "Evictor", "Item", "Retention", "WorkPerByte"]
+
+STEPS = 2
+"""Buckets for each doubling of worth."""
 
 
-SLACK = 128
-"""One part in this many of the budget is freed beyond what is asked for."""
+class Bucket(NamedTuple):
+    warm: bool
+    step: int
+    behind: float
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One thing that can be evicted: a leaf with all it holds, a checkpoint, or a window."""
+class Entry(NamedTuple):
+    """An item as it was when it was put into the index."""
 
-    what: Literal["leaf", "checkpoint", "window"]
-    tree: Tree
     node: Node
-    saves: int
-    """Tokens that a hit would have to compute again without it."""
-    weight: float
-    nbytes: int
-    hits: int
-    last_used: int
-
-    @property
-    def warm(self) -> bool:
-        """Whether nobody has asked for it yet."""
-        checkpoint = self.node.checkpoint
-        if self.what == "leaf":
-            return self.node.warm and (checkpoint is None or checkpoint.warm)
-        return self.what == "checkpoint" and checkpoint is not None and checkpoint.warm
-
-
-class Retention(Protocol):
-    def score(self, item: Item, now: int) -> float:
-        """How much an item is worth; the lowest goes first."""
-
-
-class WorkPerByte:
-    """Work saved per byte, times how likely it is asked for: recency, frequency, kind."""
-
-    def score(self, item: Item, now: int) -> float:
-        age = max(now - item.last_used, 0)  # a clock may be set back
-        likelihood = item.weight * math.sqrt(1 + item.hits) / (1 + age)
-        return item.saves * likelihood / max(item.nbytes, 1)
-
-
-class LRU:
-    """The baseline: least recently used first."""
-
-    def score(self, item: Item, now: int) -> float:
-        return item.last_used
+    what: What
+    bucket: Bucket
+    worth: float
+    since: float
 
 
 @dataclass
@@ -72,17 +60,29 @@ class Evictor:
     policy: Retention
     memory: MemoryTier
     reach: int = 0
-    """Tokens before a checkpoint whose window rows it needs."""
     stateful: bool = False
-    """Whether the model resumes at checkpoints only."""
     on_evict: Callable[[Item], None] | None = None
     """Told of an item that is about to go, with all it holds."""
     evicted: Counter[str] = field(default_factory=Counter)
     """How often each kind of item went."""
+    _trees: dict[Node, Tree] = field(default_factory=dict)
+    _heaps: dict[Bucket, list[tuple[float, int]]] = field(default_factory=dict)
+    _entries: dict[int, Entry] = field(default_factory=dict)
+    """Heaps hold numbers only: what has gone must not be kept alive by them."""
+    _numbers: dict[Node, dict[What, int]] = field(default_factory=dict)
+    _next: itertools.count[int] = field(default_factory=itertools.count)
+    _filed: int = 0
+    _leased: list[int] = field(default_factory=list)
+    _leaves: set[Node] = field(default_factory=set)
+    _chats: int = 0
+    _count_again: int = 0
 
     @property
     def evictions(self) -> int:
         return self.evicted.total()
+
+    def __post_init__(self) -> None:
+        self._appraiser = Appraiser(self.reach, self.stateful)
 
     def make_room(
         self, trees: Iterable[Tree], nbytes: int, buffers: int, now: int, only_warm: bool = False
@@ -93,125 +93,187 @@ class Evictor:
             return True
         if nbytes > memory.budget or buffers > memory.max_buffers:
             return False
-        # One look at everything serves the next few calls too: go a little further than asked.
-        nbytes_wanted = nbytes + memory.budget // SLACK
-        buffers_wanted = buffers + memory.max_buffers // SLACK
-        queue = [
-            (self.policy.score(item, now), i, item)
-            for i, item in enumerate(item for tree in trees for item in self._items(tree))
-            if not only_warm or item.warm
-        ]
-        heapq.heapify(queue)
-        order = len(queue)
-        while queue and not memory.fits(nbytes_wanted, buffers_wanted):
-            _, _, item = heapq.heappop(queue)
-            parent = item.node.parent
-            if self._evict(item) and parent is not None and parent.parent is not None:
-                # A parent that became a leaf can go next.
-                resume = _resume_before(parent) if self.stateful else 0
-                for exposed in self._leaf(item.tree, parent, resume):
-                    if only_warm and not exposed.warm:
-                        continue
-                    order += 1
-                    heapq.heappush(queue, (self.policy.score(exposed, now), order, exposed))
-        return memory.fits(nbytes, buffers)
+        trees = list(trees)
+        for number in self._leased:  # leases may have ended
+            self._put_again(number)
+        self._leased.clear()
+        self._look(trees)
+        while not memory.fits(nbytes, buffers):
+            item = self._worst(now, only_warm)
+            if item is None:
+                return False
+            self._evict(item)
+            self._look(trees)
+        return True
 
-    def _items(self, tree: Tree) -> Iterator[Item]:
-        visited: list[tuple[Node, int]] = []
-        serves: dict[Node, Item] = {}
-        stack = [(child, 0) for child in tree.root.children.values()]
-        while stack:
-            node, resume = stack.pop()
-            visited.append((node, resume))
-            if node.checkpoint is not None:
-                if self.reach:
-                    item = self._checkpoint(tree, node, node.checkpoint, resume)
-                    for above in self._windows_of(node) or ():
-                        best = serves.get(above)
-                        if best is None or item.weight * item.saves > best.weight * best.saves:
-                            serves[above] = item
-                resume = node.end
-            stack.extend((child, resume) for child in node.children.values())
-        for node, resume in visited:
-            yield from self._leaf(tree, node, resume)
-            checkpoint = node.checkpoint
-            # A leaf that is not leased goes as a whole.
-            stays = node.children or node.pins
-            if checkpoint is not None and checkpoint.nbytes and stays and not checkpoint.pins:
-                yield self._checkpoint(tree, node, checkpoint, resume)
-            if node.window is not None and node.children and not node.pins:
-                yield self._window(tree, node, node.window, serves.get(node))
+    def let_wait(self, node: Node) -> None:
+        """The chat that ends at a node waits for a person."""
+        for each in node.path():
+            each.waits = True
+            self.memory.noted[each] = None
 
-    def _checkpoint(self, tree: Tree, node: Node, checkpoint: Checkpoint, resume: int) -> Item:
-        """A checkpoint is worth its windows too, and nothing where one of them is gone."""
-        windows = self._windows_of(node)
-        return Item(
-            "checkpoint",
-            tree,
-            node,
-            saves=node.end - resume if windows is not None else 0,
-            weight=WEIGHTS[checkpoint.kind] * checkpoint.hint,
-            nbytes=checkpoint.nbytes + sum(n.window.nbytes for n in windows or () if n.window),
-            hits=checkpoint.hits,
-            last_used=checkpoint.last_used,
-        )
+    def forget(self) -> None:
+        """The trees are gone."""
+        self.memory.noted.clear()
+        for each in (self._trees, self._heaps, self._entries, self._numbers, self._leaves):
+            each.clear()
+        self._leased.clear()
 
-    def _window(self, tree: Tree, node: Node, window: Payload, served: Item | None) -> Item:
-        """A window is worth the best checkpoint that needs it; outside all of them, little."""
-        if served is not None:
-            return replace(served, what="window", node=node)
-        return Item(
-            "window",
-            tree,
-            node,
-            saves=min(self.reach, node.end),
-            weight=UNMARKED_WINDOW,
-            nbytes=window.nbytes,
-            hits=node.hits,
-            last_used=node.last_used,
-        )
+    def _look(self, trees: list[Tree]) -> None:
+        """Take what is new into the index, and what is gone out of it."""
+        noted = self.memory.noted
+        while noted:
+            node, _ = noted.popitem()
+            if node.parent is None:
+                self._drop(node)
+                continue
+            self._leaves.discard(node.parent)
+            if not node.children:
+                self._leaves.add(node)
+            tree = self._tree(node, trees)
+            had_checkpoint = "checkpoint" in self._numbers.get(node, ())
+            for what in self._appraiser.kinds(node):
+                self._file(self._appraiser.item(tree, node, what))
+            # What goes on from a checkpoint decides what it is worth.
+            self._look_at(tree, checkpoint_above(node))
+            if not had_checkpoint and "checkpoint" in self._numbers.get(node, ()):
+                for below in checkpoints_below(node):  # it has changed what they save
+                    self._look_at(tree, below)
+            if self.reach:
+                self._look_at_windows(tree, node)
 
-    def _windows_of(self, node: Node) -> list[Node] | None:
-        """The nodes whose windows the end of a node needs; None where one is missing."""
-        found: list[Node] = []
-        if self.reach:
-            first = max(node.end - self.reach, 0)
-            for above in node.path():
-                if above.end <= first:
-                    break
-                if above.window is None or above.window.start > max(above.start, first):
-                    return None
-                found.append(above)
-        return found
+    def _look_at_windows(self, tree: Tree, node: Node) -> None:
+        """What is new or gone here was, or is, what the windows before it are for."""
+        for above in node.path():
+            if above.end <= node.end - self.reach:
+                break
+            filed = above is not node and "window" in self._numbers.get(above, ())
+            if filed and above.window is not None and above.children:
+                self._file(self._appraiser.item(tree, above, "window"))
 
-    def _leaf(self, tree: Tree, node: Node, resume: int) -> Iterator[Item]:
-        checkpoint = node.checkpoint
-        if node.children or node.pins or (checkpoint is not None and checkpoint.pins):
-            return
-        held = [p.nbytes for p in (node.rows, node.window, checkpoint) if p is not None]
-        if self.stateful:
-            # Rows behind the last checkpoint help nobody.
-            saves = node.end - resume if checkpoint is not None else 0
-        else:
-            saves = node.length
-        yield Item(
-            "leaf",
-            tree,
-            node,
-            saves=saves,
-            weight=WEIGHTS[checkpoint.kind] * checkpoint.hint if checkpoint is not None else 1.0,
-            nbytes=sum(held) + node.index_bytes,
-            hits=max(node.hits, checkpoint.hits if checkpoint is not None else 0),
-            last_used=max(node.last_used, checkpoint.last_used if checkpoint is not None else 0),
-        )
+    def _look_at(self, tree: Tree, node: Node | None) -> None:
+        if node is not None:
+            for what in list(self._numbers.get(node, ())):
+                if what in self._appraiser.kinds(node):
+                    self._file(self._appraiser.item(tree, node, what))
 
-    def _evict(self, item: Item) -> bool:
-        """Whether a leaf went. Items may have been overtaken by an eviction before them."""
+    def _tree(self, node: Node, trees: list[Tree]) -> Tree:
+        known = self._trees.get(node)
+        if known is None:
+            above = node
+            while above.parent is not None and known is None:
+                above = above.parent
+                known = self._trees.get(above)
+            if known is None:
+                known = next(t for t in trees if t.root is above)
+            self._trees[node] = known
+        return known
+
+    def _file(self, item: Item) -> None:
+        numbers = self._numbers.setdefault(item.node, {})
+        before = numbers.get(item.what)
+        if before is not None:
+            self._entries.pop(before, None)
+        number = numbers[item.what] = next(self._next)
+        entry = self._entry(item)
+        self._entries[number] = entry
+        heapq.heappush(self._heaps.setdefault(entry.bucket, []), (entry.since, number))
+        self._filed += 1
+        if self._filed > 4 * len(self._entries) + 256:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Appraise everything again. Numbers that mean nothing any more go, and windows that lost
+        worth to something far from them are filed where they belong."""
+        known = list(self._entries.items())
+        self._heaps.clear()
+        for number, entry in known:
+            node, what = entry.node, entry.what
+            if node.parent is None or what not in self._appraiser.kinds(node):
+                self._unfile(node, what)
+                continue
+            now = self._entry(self._appraiser.item(self._trees[node], node, what))
+            self._entries[number] = now
+            self._heaps.setdefault(now.bucket, []).append((now.since, number))
+        for heap in self._heaps.values():
+            heapq.heapify(heap)
+        self._leased.clear()
+        self._filed = len(self._entries)
+
+    def _entry(self, item: Item) -> Entry:
+        worth = self.policy.worth(item)
+        step = round(STEPS * math.log2(worth)) if worth > 0 else -(1 << 20)
+        bucket = Bucket(item.warm, step, self.policy.behind(item))
+        return Entry(item.node, item.what, bucket, worth, self.policy.since(item))
+
+    def _put_again(self, number: int) -> None:
+        entry = self._entries.get(number)
+        if entry is not None:
+            heapq.heappush(self._heaps.setdefault(entry.bucket, []), (entry.since, number))
+
+    def _worst(self, now: int, only_warm: bool) -> Item | None:
+        """What is worth least now, of what is not leased."""
+        crowd = self._crowd()
+        while True:
+            least, found = math.inf, None
+            for bucket, heap in list(self._heaps.items()):
+                while heap and heap[0][1] not in self._entries:
+                    heapq.heappop(heap)
+                if not heap:
+                    del self._heaps[bucket]
+                    continue
+                if only_warm and not bucket.warm:
+                    continue
+                entry = self._entries[heap[0][1]]
+                # A clock may be set back.
+                age = max(now - entry.since, 0) + bucket.behind * crowd
+                score = entry.worth / (1 + crowd / 2 + age)
+                if score < least:
+                    least, found = score, bucket
+            if found is None:
+                return None
+            _, number = heapq.heappop(self._heaps[found])
+            entry = self._entries[number]
+            item = self._current(number, entry)
+            if item is not None:
+                return item
+
+    def _crowd(self) -> int:
+        """How many chats there are. Counted now and then: it need not be exact."""
+        if self.evictions >= self._count_again:
+            self._chats = sum(not left_behind_leaf(leaf) for leaf in self._leaves)
+            self._count_again = self.evictions + 16 + len(self._leaves) // 8
+        return self._chats
+
+    def _current(self, number: int, entry: Entry) -> Item | None:
+        """The item of an entry, where it may go and is what it was when it was filed."""
+        node, what = entry.node, entry.what
+        if node.parent is None or what not in self._appraiser.kinds(node):
+            self._unfile(node, what)
+            return None
+        if self._appraiser.leased(node, what):
+            self._leased.append(number)
+            return None
+        item = self._appraiser.item(self._trees[node], node, what)
+        again = self._entry(item)
+        if again.bucket == entry.bucket and again.since == entry.since:
+            return item
+        self._file(item)
+        return None
+
+    def _unfile(self, node: Node, what: What) -> None:
+        number = self._numbers.get(node, {}).pop(what, None)
+        if number is not None:
+            self._entries.pop(number, None)
+
+    def _drop(self, node: Node) -> None:
+        for number in self._numbers.pop(node, {}).values():
+            self._entries.pop(number, None)
+        self._trees.pop(node, None)
+        self._leaves.discard(node)
+
+    def _evict(self, item: Item) -> None:
         node = item.node
-        if node.parent is None:
-            return False
-        if item.what == "leaf" and node.children:
-            return False
         if self.on_evict is not None:
             self.on_evict(item)
         if item.what == "leaf":
@@ -219,17 +281,15 @@ class Evictor:
             item.tree.remove(node)
         elif item.what == "checkpoint":
             self.memory.put_checkpoint(node, None)
-        elif node.window is not None:
+            self._unfile(node, "checkpoint")
+        else:
             self.memory.put_window(node, None)
+            self._unfile(node, "window")
+            # Half a window is worth nothing: neither is the rest of it.
+            below = [node]
+            for each in below:
+                if len(below) < FARTHEST:
+                    ends = node.end + self.reach
+                    below += [c for c in each.children.values() if c.start < ends]
+            self.memory.noted.update(dict.fromkeys(below))
         self.evicted[item.what] += 1
-        return item.what == "leaf"
-
-
-def _resume_before(node: Node) -> int:
-    """The last checkpoint above a node."""
-    above = node.parent
-    while above is not None and above.parent is not None:
-        if above.checkpoint is not None:
-            return above.end
-        above = above.parent
-    return 0

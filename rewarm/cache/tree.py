@@ -67,6 +67,12 @@ class Checkpoint:
     warm: bool = False
     """Taken by warm-ahead, and not asked for yet; likewise a node's."""
 
+    def touch(self, now: int) -> None:
+        """A hit used this."""
+        self.hits += 1
+        self.last_used = now
+        self.warm = False
+
     @property
     def nbytes(self) -> int:
         return self.state.nbytes if self.state is not None else 0
@@ -94,10 +100,18 @@ class Node:
     hits: int = 0
     last_used: int = 0
     warm: bool = False
+    waits: bool = False
+    """The chat that used it last waits for a person."""
     number: int = field(default_factory=itertools.count(1).__next__)
     """Its name to those who look at the tree: no other node of this process has it."""
     digest: int | None = None
     """Of the path to its end, once something asked for it. Splitting leaves the end where it is."""
+
+    def touch(self, now: int) -> None:
+        """A hit used this."""
+        self.hits += 1
+        self.last_used = now
+        self.warm = self.waits = False
 
     @property
     def length(self) -> int:
@@ -205,6 +219,7 @@ class Tree:
             hits=node.hits,
             last_used=node.last_used,
             warm=node.warm,
+            waits=node.waits,
         )
         node.parent.children[self._edge(upper.key)] = upper
         node.parent, node.start, node.key = upper, at, node.key[cut:]

@@ -43,6 +43,10 @@ class Room:
     def evictions(self) -> int:
         return self._evictor.evictions
 
+    def forget(self) -> None:
+        """The trees are gone."""
+        self._evictor.forget()
+
     def make(self, nbytes: int, holding: list[Node]) -> bool:
         """Room for so many bytes by the time that they are written."""
         while self._strangers and self._lacking(nbytes) > 0:

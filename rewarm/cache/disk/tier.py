@@ -213,6 +213,7 @@ class DiskTier:
         self.writer.wait()
         self.trees.forget()
         self._fresh.clear()
+        self._room.forget()
         self.store.clear(where={"weights": self.trees.about["weights"]})
 
     def nbytes(self) -> int:

@@ -1,0 +1,1 @@
+"""The bench: every claim is a command."""

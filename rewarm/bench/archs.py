@@ -1,0 +1,185 @@
+"""Models with the dimensions of real ones and random weights: speed and bytes need no others.
+
+The configurations are those that the models' makers publish. Only the context is raised, so that a
+prompt of 100,000 tokens fits: random weights know no positions to be wrong about.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+
+from rewarm.errors import InvalidOption
+
+CONTEXT = 262_144
+
+Config = dict[str, Any]
+
+
+def _qwen3(hidden: int, layers: int, heads: int, inner: int, tied: bool) -> Config:
+    return {
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _qwen3_5(
+    hidden: int, layers: int, heads: int, kv: int, inner: int, values: int, tied: bool
+) -> Config:
+    return {
+        "model_type": "qwen3_5",
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "intermediate_size": inner,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv,
+            "head_dim": 256,
+            "vocab_size": 248_320,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": values,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "full_attention_interval": 4,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": CONTEXT,
+            "tie_word_embeddings": tied,
+        },
+    }
+
+
+def _gemma3(hidden: int, layers: int, heads: int, kv: int, inner: int, window: int) -> Config:
+    return {
+        "model_type": "gemma3_text",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": 256,
+        "vocab_size": 262_144,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": window,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": CONTEXT,
+    }
+
+
+ARCHS: dict[str, Config] = {
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied=False),
+    # Not a model that exists: the smallest Qwen3.5 with the layers of a 0.6B.
+    "qwen3.5-0.6b": _qwen3_5(1024, 24, 8, 2, 3072, 16, tied=True),
+    "qwen3.5-9b": _qwen3_5(4096, 32, 16, 4, 12288, 32, tied=False),
+    "nemotron-h-4b": {
+        "model_type": "nemotron_h",
+        "hidden_size": 3072,
+        "num_hidden_layers": 52,
+        "hybrid_override_pattern": list("M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-"),
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": False,
+        "mamba_num_heads": 112,
+        "mamba_head_dim": 64,
+        "mamba_proj_bias": False,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "n_groups": 8,
+        "mlp_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "vocab_size": 131_072,
+        "max_position_embeddings": CONTEXT,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rope_theta": 150_000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        "vocab_size": 201_088,
+    },
+    "gemma3-270m": _gemma3(640, 18, 4, 1, 2048, 512),
+    "gemma3-4b": _gemma3(2560, 34, 8, 4, 10240, 1024),
+    # Small enough for two CPU cores, one for each way in which a model can go on.
+    "attention-tiny": {
+        **_qwen3(256, 4, 4, 512, tied=True),
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 8192,
+    },
+    "window-tiny": {**_gemma3(256, 6, 4, 1, 512, 128), "head_dim": 64, "vocab_size": 8192},
+    "hybrid-tiny": {
+        "model_type": "qwen3_5",
+        "text_config": {
+            **_qwen3_5(256, 4, 4, 2, 512, 4, tied=True)["text_config"],
+            "head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "vocab_size": 8192,
+        },
+    },
+}
+
+
+def config(name: str) -> Config:
+    if name not in ARCHS:
+        raise InvalidOption(f"{name!r} is no model that is known: give one of {', '.join(ARCHS)}")
+    return ARCHS[name]
+
+
+def vocabulary(name: str) -> int:
+    made = config(name)
+    return cast(int, made.get("text_config", made)["vocab_size"])
+
+
+def build(name: str, dtype: mx.Dtype = mx.bfloat16, seed: int = 0) -> Any:
+    """A model of mlx-lm's own. It stays lazy: what is only asked for its shapes takes no memory."""
+    made = config(name)
+    module = importlib.import_module(f"mlx_lm.models.{made['model_type']}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(made))
+    model.update(
+        tree_map(
+            lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a,
+            model.parameters(),
+        )
+    )
+    return model.eval()
+
+
+def parameters(model: Any) -> dict[str, mx.array]:
+    return dict(cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters())))

@@ -1,0 +1,121 @@
+"""A chat over HTTP, as a client sees it: when the first token came, and what the usage says."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from typing import Any
+
+from rewarm.errors import NotReady
+
+PATIENCE = 1800.0
+"""Seconds that an answer may take: a long prompt on a slow machine is no error."""
+
+
+@dataclass
+class Answered:
+    """One answer. `ttft` and `total` are seconds."""
+
+    ttft: float = 0.0
+    total: float = 0.0
+    tokens: int = 0
+    prompt: int = 0
+    cached: int = 0
+    text: str = ""
+    reasoning: str = ""
+    times: list[float] = field(default_factory=list)
+    """When each piece of text came."""
+    timings: dict[str, float] = field(default_factory=dict)
+    """Rewarm's own, where it is Rewarm."""
+
+    @property
+    def prefilled(self) -> int:
+        return self.prompt - self.cached
+
+    @property
+    def hit(self) -> float:
+        return self.cached / self.prompt if self.prompt else 0.0
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As a client sends it back in the next turn."""
+        said: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            said["reasoning_content"] = self.reasoning
+        return said
+
+
+def ask(
+    url: str, messages: list[dict[str, Any]], max_tokens: int, more: dict[str, Any] | None = None
+) -> Answered:
+    """`more`: other fields of the request."""
+    body: dict[str, Any] = {
+        "model": "default_model",
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **(more or {}),
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    answer = Answered()
+    began = time.perf_counter()
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    _take(answer, json.loads(line[6:]), time.perf_counter())
+    except urllib.error.HTTPError as error:
+        said = error.read().decode(errors="replace")[:300]
+        raise NotReady(f"{url} answered {error.code}: {said}") from error
+    answer.total = time.perf_counter() - began
+    answer.ttft = (answer.times[0] - began) if answer.times else answer.total
+    return answer
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=PATIENCE) as response:
+        return json.loads(response.read())
+
+
+def read_metric(url: str, name: str) -> float:
+    """The sum of a metric over its labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE) as response:
+        lines = response.read().decode().splitlines()
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name
+    )
+
+
+def delete(url: str) -> None:
+    request = urllib.request.Request(url, method="DELETE")
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+        response.read()
+
+
+def _take(answer: Answered, event: dict[str, Any], now: float) -> None:
+    for choice in event.get("choices", []):
+        delta = choice.get("delta", {})
+        text = delta.get("content") or ""
+        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        answer.text += text
+        answer.reasoning += thought
+        # A tool call, and a token that is no text yet, come without text: the end counts as well.
+        if text or thought or delta.get("tool_calls") or choice.get("finish_reason"):
+            answer.times.append(now)
+    usage = event.get("usage")
+    if usage:
+        answer.prompt = int(usage.get("prompt_tokens") or 0)
+        answer.tokens = int(usage.get("completion_tokens") or 0)
+        details = usage.get("prompt_tokens_details") or {}
+        answer.cached = int(details.get("cached_tokens") or 0)
+    if event.get("rewarm"):
+        answer.timings = dict(event["rewarm"].get("timings") or {})

@@ -1,0 +1,55 @@
+"""The bench's arithmetic."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rewarm.cache.tree import Tokens, Tree, encode
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What several rounds gave."""
+
+    median: float
+    least: float
+    most: float
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Spread:
+        found = list(values)
+        return Spread(statistics.median(found), min(found), max(found))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """How many times less `ours` is, round by round: what disturbed a round disturbed both."""
+    return Spread.of(b / a for a, b in zip(ours, theirs, strict=True))
+
+
+def trie_size(prompts: Iterable[Sequence[int] | Tokens]) -> int:
+    """Distinct tokens over all prompts: each after its own past."""
+    tree = Tree()
+    size = 0
+    for prompt in prompts:
+        tokens = np.asarray(prompt, dtype=np.int32)
+        data = encode(tokens)
+        node, shared = tree.walk(data)
+        if shared < len(tokens):
+            if shared < node.end:
+                node = tree.split(node, shared)
+            tree.add(node, data[shared * 4 :], "prefill")
+            size += len(tokens) - shared
+    return size
+
+
+def amplification(prefilled: int, prompts: Iterable[Sequence[int] | Tokens]) -> float:
+    """Tokens prefilled for requests over distinct tokens: 1.0 is the floor."""
+    size = trie_size(prompts)
+    return prefilled / size if size else 0.0

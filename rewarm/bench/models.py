@@ -1,0 +1,111 @@
+"""`--model` for the bench: anything that Rewarm loads, and `random:ARCH`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import hf_repo_to_path, load_tokenizer
+from transformers import AutoTokenizer, PreTrainedConfig
+
+import rewarm.loading
+from rewarm import pocket
+
+from .archs import build, config, parameters, vocabulary
+
+RANDOM = "random:"
+SHARD = 2 << 30
+"""Bytes in one file of weights."""
+
+
+@contextmanager
+def placed(model: str) -> Iterator[str]:
+    """A model as servers take it: a folder, or a Hugging Face id. What is made here goes again."""
+    if model.startswith(RANDOM):
+        with tempfile.TemporaryDirectory(prefix="rewarm-bench-") as folder:
+            _write_random(model.removeprefix(RANDOM), Path(folder))
+            yield folder
+    elif model == rewarm.loading.BUILT_IN:
+        with tempfile.TemporaryDirectory(prefix="rewarm-bench-") as folder:
+            yield str(_pocket(Path(folder)))
+    else:
+        yield model
+
+
+def tokenizer_of(folder: str) -> TokenizerWrapper:
+    """The tokenizer alone: prompts are counted without a model."""
+    path = Path(folder)
+    if path.is_dir():
+        return TokenizerWrapper(AutoTokenizer.from_pretrained(path, config=PreTrainedConfig()))
+    return TokenizerWrapper(load_tokenizer(hf_repo_to_path(folder))._tokenizer)
+
+
+def dtype() -> mx.Dtype:
+    """MLX's CPU backend has no experts in half precision, and is slow at the rest of it."""
+    return mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
+
+
+def _write_random(name: str, folder: Path) -> None:
+    made = config(name)
+    model = build(name, dtype())
+    _bound_vocabulary(model, _save_tokenizer(folder), vocabulary(name))
+    _save(model, folder)
+    end = {"eos_token_id": _end(folder)}
+    (folder / "config.json").write_text(json.dumps({**made, **end}))
+
+
+def _pocket(folder: Path) -> Path:
+    """The built-in model; as long as it is not trained, its stand-in, written down."""
+    if (pocket.FOLDER / "model.safetensors").is_file():
+        return pocket.FOLDER
+    loaded = rewarm.loading.load()
+    loaded.tokenizer._tokenizer.save_pretrained(folder)
+    _save(loaded.model, folder)
+    args = loaded.model.args
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": args.model_type, "text_config": args.text_config})
+    )
+    return folder
+
+
+def _save_tokenizer(folder: Path) -> int:
+    """Pocket's tokenizer and template; how many tokens it has."""
+    tokenizer = AutoTokenizer.from_pretrained(pocket.FOLDER, config=PreTrainedConfig())
+    tokenizer.save_pretrained(folder)
+    if not (folder / "chat_template.jinja").exists():
+        text = (pocket.FOLDER / "chat_template.jinja").read_text()
+        (folder / "chat_template.jinja").write_text(text)
+    return len(tokenizer)
+
+
+def _bound_vocabulary(model: Any, known: int, size: int) -> None:
+    """Let a random model write only what its tokenizer can read."""
+    head = getattr(getattr(model, "language_model", model), "lm_head", None)
+    if head is not None and known < size:
+        head.weight = head.weight * (mx.arange(size) < known).astype(head.weight.dtype)[:, None]
+
+
+def _end(folder: Path) -> int | None:
+    tokenizer = AutoTokenizer.from_pretrained(folder, config=PreTrainedConfig())
+    found: int | None = tokenizer.eos_token_id
+    return found
+
+
+def _save(model: Any, folder: Path) -> None:
+    """In shards: the whole of a large model is never in memory at once."""
+    shard: dict[str, mx.array] = {}
+    size = number = 0
+    weights = list(parameters(model).items())
+    for i, (name, value) in enumerate(weights):
+        shard[name] = value
+        size += value.nbytes
+        if size >= SHARD or i == len(weights) - 1:
+            path = folder / f"model-{number:05}.safetensors"
+            mx.save_safetensors(str(path), shard, {"format": "mlx"})
+            shard, size, number = {}, 0, number + 1

@@ -1,0 +1,108 @@
+"""What a scenario found: tables and plots, as data."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rewarm.errors import InvalidOption
+
+
+@dataclass
+class Sheet:
+    title: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+    def add(self, *cells: object) -> None:
+        self.rows.append([str(cell) for cell in cells])
+
+
+@dataclass
+class Plot:
+    title: str
+    x: str
+    y: str
+    lines: dict[str, list[list[float]]] = field(default_factory=dict)
+    """Points by name."""
+    log_x: bool = False
+
+    def add(self, line: str, x: float, y: float) -> None:
+        self.lines.setdefault(line, []).append([x, y])
+
+
+@dataclass
+class Result:
+    """Filled while a scenario runs, so that what is done is kept when it is interrupted."""
+
+    scenario: str
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, str] = field(default_factory=dict)
+    sheets: list[Sheet] = field(default_factory=list)
+    plots: list[Plot] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Single numbers, by name, for whoever reads the JSON."""
+    seconds: float = 0.0
+    complete: bool = False
+
+    def sheet(self, title: str, *columns: str) -> Sheet:
+        self.sheets.append(Sheet(title, list(columns)))
+        return self.sheets[-1]
+
+    def plot(self, title: str, x: str, y: str, *, log_x: bool = False) -> Plot:
+        self.plots.append(Plot(title, x, y, log_x=log_x))
+        return self.plots[-1]
+
+    def show(self, console: Console) -> None:
+        for sheet in self.sheets:
+            table = Table(*sheet.columns, box=None, title=sheet.title, title_justify="left")
+            for column in table.columns[1:]:
+                column.justify = "right"
+            for row in sheet.rows:
+                table.add_row(*row)
+            console.print(table)
+            console.print()
+        for name, value in self.figures.items():
+            console.print(f"{name}: [bold]{value}[/]", highlight=False)
+        if not self.complete:
+            console.print("[yellow]interrupted: this is what was done[/]")
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> Result:
+        try:
+            given = json.loads(path.read_text())
+            sheets = [Sheet(**sheet) for sheet in given.pop("sheets")]
+            plots = [Plot(**plot) for plot in given.pop("plots")]
+            return Result(**given, sheets=sheets, plots=plots)
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidOption(f"{path} is no result of `rewarm bench`: {error}") from error
+
+
+def machine() -> dict[str, str]:
+    import mlx.core as mx
+
+    import rewarm
+    from rewarm.accel import blas
+
+    info: dict[str, Any] = dict(mx.device_info())
+    return {
+        "device": str(info.get("device_name") or info.get("architecture") or mx.default_device()),
+        "on": str(mx.default_device()),
+        "blas": blas.current().name,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "rewarm": rewarm.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }

@@ -1,0 +1,163 @@
+"""The policy simulator: a trace goes through the real tree, placement and retention, and what a
+model would have had to compute is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rewarm.cache import LRU, WorkPerByte
+from rewarm.cache.retention import Item, Retention
+from rewarm.cache.tree import WIDTH, Node
+from rewarm.cache.worth import checkpoints_below
+
+from .profiles import Profile
+from .sized import sized_cache
+from .traces import Trace
+
+Policy = Literal["rewarm", "lru", "clairvoyant"]
+POLICIES: tuple[Policy, ...] = ("rewarm", "lru", "clairvoyant")
+
+NEVER = 1 << 40
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a policy made of a trace within a budget."""
+
+    trace: str
+    profile: str
+    policy: str
+    memory: int
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    replayed_tokens: int
+    trie_tokens: int
+    flops_saved: float
+    flops_all: float
+    checkpoint_bytes: int
+    """Held by checkpoints when it ended, and by everything."""
+    held_bytes: int
+    evictions: int
+
+    @property
+    def prefilled_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / self.prompt_tokens
+
+    @property
+    def amplification(self) -> float:
+        return self.prefilled_tokens / self.trie_tokens
+
+
+class Clairvoyant:
+    """Evicts what is needed again last. An offline bound, and a greedy one.
+
+    A span's next use is the next request that goes through its end. A checkpoint's is the next
+    request that would resume there: one that goes through it, and through no checkpoint below.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._blocks = [r.blocks for r in trace.requests]
+        self._size = trace.requests[0].block_size
+        ids = np.concatenate(self._blocks)
+        times = np.repeat(np.arange(len(self._blocks)), [len(b) for b in self._blocks])
+        order = np.argsort(ids, kind="stable")
+        self._times = times[order]
+        self._starts = np.searchsorted(ids[order], np.arange(int(ids.max()) + 2))
+        self.now = -1
+        """The request that runs."""
+
+    def worth(self, item: Item) -> float:
+        return 1.0
+
+    def since(self, item: Item) -> float:
+        node = item.node
+        below = checkpoints_below(node) if item.what == "checkpoint" else []
+        # On a tie the deeper goes first.
+        return -self._next(node, below) - min(node.end, 1 << 24) / (1 << 25)
+
+    def behind(self, item: Item) -> float:
+        return 0.0
+
+    def _next(self, node: Node, below: list[Node] | None = None) -> int:
+        block = int.from_bytes(node.key[-WIDTH:], "little")
+        visits = self._times[self._starts[block] : self._starts[block + 1]]
+        first = int(np.searchsorted(visits, self.now, side="right"))
+        for at in visits[first : first + 64]:
+            if not below or not any(self._passes(int(at), n) for n in below):
+                return int(at)
+        return NEVER
+
+    def _passes(self, request: int, node: Node) -> bool:
+        blocks = self._blocks[request]
+        at = (node.end - 1) // self._size
+        return at < len(blocks) and int(blocks[at]) == int.from_bytes(node.key[-WIDTH:], "little")
+
+
+def replay(
+    trace: Trace,
+    profile: Profile,
+    memory: int,
+    policy: Policy | Retention = "rewarm",
+    *,
+    trie_tokens: int | None = None,
+    chunk: int = 2048,
+    on_request: Callable[[int], None] = lambda done: None,
+) -> Outcome:
+    """Every request in order, each done before the next one comes. Answers are not stored: the
+    traces do not say which of the next prompt's tokens they were."""
+    retention: Retention
+    if policy == "rewarm":
+        retention = WorkPerByte()
+    elif policy == "lru":
+        retention = LRU()
+    elif policy == "clairvoyant":
+        retention = Clairvoyant(trace)
+    else:
+        retention = policy
+    cache = sized_cache(profile, memory, retention, chunk)
+    cached = replayed = 0
+    saved = total = 0.0
+    for i, request in enumerate(trace.requests):
+        if isinstance(retention, Clairvoyant):
+            retention.now = i
+        if not request.length:
+            continue
+        with cache.acquire(request.tokens(), boundaries=request.boundaries()) as lease:
+            for cut in lease.cuts:
+                cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
+            if isinstance(retention, Clairvoyant):  # what was next is now past
+                cache.memory.noted.update(dict.fromkeys(lease.pin.node.path()))
+        if request.waits:
+            cache.waits(lease.tokens)
+        match = lease.match
+        cached += match.resume
+        replayed += match.replay
+        saved += profile.prefill_flops(0, match.resume)
+        total += profile.prefill_flops(0, match.tokens)
+        on_request(i + 1)
+    stats = cache.stats()
+    return Outcome(
+        trace=trace.name,
+        profile=profile.name,
+        policy=policy if isinstance(policy, str) else type(policy).__name__,
+        memory=memory,
+        requests=len(trace.requests),
+        prompt_tokens=trace.prompt_tokens,
+        cached_tokens=cached,
+        replayed_tokens=replayed,
+        trie_tokens=trie_tokens or trace.trie_tokens(),
+        flops_saved=saved,
+        flops_all=total,
+        checkpoint_bytes=stats.bytes["memory"]["checkpoint"],
+        held_bytes=stats.held,
+        evictions=stats.evictions,
+    )

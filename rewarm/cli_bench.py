@@ -78,15 +78,18 @@ def chat(
     peer: Peer = None,
     turns: Annotated[int, typer.Option(min=1)] = 40,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
+    memory: Annotated[
+        str | None, typer.Option(help="Beside it, a Rewarm with this budget, such as 4MB.")
+    ] = None,
     json: Json = None,
     plot: SvgFile = None,
 ) -> None:
     """A long chat: hits, times and bytes by turn, with and without warm-ahead."""
     from rewarm.bench import bench, over_http
 
-    options = {"model": model, "peer": peer, "turns": turns, "answer": answer}
+    options = {"model": model, "peer": peer, "turns": turns, "answer": answer, "memory": memory}
     bench.run(
-        lambda b: over_http.chat(b, turns, answer),
+        lambda b: over_http.chat(b, turns, answer, memory),
         "chat",
         model,
         peer=peer,

@@ -20,8 +20,12 @@ SHOWN_TURNS = (1, 5, 10, 20, 30, 40)
 NO_WARM = ("--no-warm-ahead",)
 
 
-def chat(bench: Bench, turns: int, answer: int) -> None:
-    """A chat that goes on; every turn sends the whole history again."""
+def chat(bench: Bench, turns: int, answer: int, memory: str | None = None) -> None:
+    """A chat that goes on; every turn sends the whole history again. `memory`: another Rewarm with
+    just this budget beside the others."""
+    options: list[Sequence[str]] = [(), NO_WARM]
+    if memory is not None:
+        options.append((*NO_WARM, "--memory", memory))
     questions = [bench.text(24) for _ in range(turns)]
     system = {"role": "system", "content": bench.text(200)}
     sheet = bench.result.sheet(
@@ -37,7 +41,7 @@ def chat(bench: Bench, turns: int, answer: int) -> None:
     hits = bench.result.plot("Hit by turn", "turn", "%")
     first = bench.result.plot("Time to the first token by turn", "turn", "ms")
     held = bench.result.plot("Bytes held by turn", "turn", "MB")
-    with bench.sides((), NO_WARM) as sides, bench.steps("turns", turns * len(sides)) as step:
+    with bench.sides(*options) as sides, bench.steps("turns", turns * len(sides)) as step:
         said: dict[str, Messages] = {side.name: [system] for side in sides}
         got: dict[str, list[Answered]] = {side.name: [] for side in sides}
         before: dict[str, list[int]] = {side.name: [] for side in sides}

@@ -37,6 +37,10 @@ STEPS = 2
 """Buckets for each doubling of worth."""
 
 
+AT_ONCE = 256
+"""Nodes that may wait to be taken into the index: all of them at the end would take a second."""
+
+
 class Bucket(NamedTuple):
     warm: bool
     step: int
@@ -89,11 +93,13 @@ class Evictor:
     ) -> bool:
         """`only_warm`: at the cost of warm-ahead alone."""
         memory = self.memory
+        trees = list(trees)
+        if len(memory.noted) >= AT_ONCE:
+            self._look(trees)
         if memory.fits(nbytes, buffers):
             return True
         if nbytes > memory.budget or buffers > memory.max_buffers:
             return False
-        trees = list(trees)
         for number in self._leased:  # leases may have ended
             self._put_again(number)
         self._leased.clear()
@@ -183,8 +189,14 @@ class Evictor:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Appraise everything again. Numbers that mean nothing any more go, and windows that lost
-        worth to something far from them are filed where they belong."""
+        """Numbers that mean nothing any more go. Where there are windows everything is appraised
+        again: they may have lost worth to something far from them."""
+        if not self.reach:
+            for heap in self._heaps.values():
+                heap[:] = [each for each in heap if each[1] in self._entries]
+                heapq.heapify(heap)
+            self._filed = sum(map(len, self._heaps.values()))
+            return
         known = list(self._entries.items())
         self._heaps.clear()
         for number, entry in known:

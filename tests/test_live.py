@@ -79,7 +79,8 @@ def test_a_request_in_flight_shows_how_far_it_is(server: Running, client: httpx.
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        reply = ask(client, "long " * 1500, max_tokens=120)
+        with server.says("so " * 200):
+            reply = ask(client, "long " * 1500, max_tokens=600)
     finally:
         over.set()
         watcher.join()

@@ -14,8 +14,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path, load_tokenizer
 from transformers import AutoTokenizer, PreTrainedConfig
 
-import rewarm.loading
 from rewarm import pocket
+from rewarm.loading import BUILT_IN
 
 from .archs import build, config, parameters, vocabulary
 
@@ -31,9 +31,8 @@ def placed(model: str) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="rewarm-bench-") as folder:
             _write_random(model.removeprefix(RANDOM), Path(folder))
             yield folder
-    elif model == rewarm.loading.BUILT_IN:
-        with tempfile.TemporaryDirectory(prefix="rewarm-bench-") as folder:
-            yield str(_pocket(Path(folder)))
+    elif model == BUILT_IN:
+        yield str(pocket.FOLDER)
     else:
         yield model
 
@@ -58,20 +57,6 @@ def _write_random(name: str, folder: Path) -> None:
     _save(model, folder)
     end = {"eos_token_id": _end(folder)}
     (folder / "config.json").write_text(json.dumps({**made, **end}))
-
-
-def _pocket(folder: Path) -> Path:
-    """The built-in model; as long as it is not trained, its stand-in, written down."""
-    if (pocket.FOLDER / "model.safetensors").is_file():
-        return pocket.FOLDER
-    loaded = rewarm.loading.load()
-    loaded.tokenizer._tokenizer.save_pretrained(folder)
-    _save(loaded.model, folder)
-    args = loaded.model.args
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": args.model_type, "text_config": args.text_config})
-    )
-    return folder
 
 
 def _save_tokenizer(folder: Path) -> int:

@@ -337,7 +337,8 @@ class PrefixCache:
         Without `wait` it is only given to the writer; False where that had no room for all of it.
         `durable`: only what is sure to be asked for again, such as system prompts and users' turns.
         A disk that refuses is said in the log."""
-        disk = self.disk
+        with self._entered():
+            disk = self.disk
         if disk is None:
             return True
         todo: list[Node] | None = None

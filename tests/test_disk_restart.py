@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from rewarm import PrefixCache, Session
+from rewarm.cache.retention import LRU
 from rewarm.loading import load
 from rewarm.session import Reply
 
@@ -115,7 +116,8 @@ def asked(number: int) -> Any:
 def churn(folder: str, seed: int, pipe: Connection) -> None:
     """Compute, evict and flush, and tell of it, until killed."""
     model = zoo.tiny("qwen3_5")
-    kept = cache_on(Path(folder), model, memory="1MB", disk_size=LIMIT)
+    # What was flushed last goes last: the default policy may prefer older prompts that came back.
+    kept = cache_on(Path(folder), model, memory="1MB", disk_size=LIMIT, retention=LRU())
     pipe.send(None)
     for number in range(seed * 1000, (seed + 1) * 1000):
         run(model, kept, asked(number))

@@ -11,6 +11,7 @@ import pytest
 from rewarm.cache import PrefixCache
 from rewarm.cache.gone import GRAIN, Gone
 from rewarm.cache.miss import GLIMPSE, Miss
+from rewarm.cache.worth import What
 
 from . import zoo
 from .support import CHUNK, Prompt, joined, prompt, run
@@ -253,12 +254,13 @@ def evict_all(cache: PrefixCache) -> None:
     assert not cache.stats().entries
 
 
-def evict(cache: PrefixCache, what: str, at: int) -> None:
+def evict(cache: PrefixCache, what: What, at: int) -> None:
     """One item, whatever retention thinks of it."""
     with cache._lock:
+        appraiser = cache._evictor._appraiser
         for tree in cache._trees.values():
-            for item in list(cache._evictor._items(tree)):
-                if item.what == what and item.node.end == at:
-                    cache._evictor._evict(item)
+            for node in tree.nodes():
+                if node.end == at and what in appraiser.kinds(node):
+                    cache._evictor._evict(appraiser.item(tree, node, what))
                     return
     raise AssertionError(f"no {what} at {at}")

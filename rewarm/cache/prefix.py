@@ -342,6 +342,7 @@ class PrefixCache:
         if disk is None:
             return True
         todo: list[Node] | None = None
+        failures = disk.writer.failures
         while True:
             with self._entered():
                 try:
@@ -354,9 +355,9 @@ class PrefixCache:
                     todo = []
             if not wait:
                 return not todo
-            disk.wait()
-            if not todo or disk.writer.paused:
-                return not todo and not disk.writer.paused
+            refused = not disk.wait() or disk.writer.paused or disk.writer.failures > failures
+            if not todo or refused:
+                return not todo and not refused
 
     def clear(self) -> None:
         """Forget everything, on disk too. Running requests go on, and store nothing more."""

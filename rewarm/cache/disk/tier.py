@@ -163,7 +163,8 @@ class DiskTier:
         self._fresh[node] = tree
 
     def fresh(self) -> list[Node]:
-        """What memory has that was not given to the writer yet."""
+        """What memory has that was not given to the writer yet, or that the disk refused."""
+        self._undo_failed()
         return list(self._fresh)
 
     def keep_fresh(

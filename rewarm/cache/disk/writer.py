@@ -104,6 +104,8 @@ class Writer:
         self.freeing = 0
         self._put = self._ended = 0
         """How many jobs there were, and how many of them are over."""
+        self.failures = 0
+        """How often the disk refused."""
         self._stuck = False
         """Whether a job that must be done waits for the disk to take it."""
         self._closed = False
@@ -140,10 +142,11 @@ class Writer:
             return failed
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until all that was put before this call is durable, or the disk refuses."""
+        """Until all that was put before this call is over, or the disk refuses; whether it is."""
         with self._changed:
             last = self._put
-            return self._changed.wait_for(lambda: self._stuck or self._ended >= last, timeout)
+            self._changed.wait_for(lambda: self._stuck or self._ended >= last, timeout)
+            return self._ended >= last
 
     def clear(self) -> None:
         """Forget what waits."""
@@ -238,6 +241,7 @@ class Writer:
         return replace(job, adds=adds, updates=updates)
 
     def _fail(self, job: Job, error: Exception) -> None:
+        self.failures += 1
         written = [s.stored.id for s in job.payloads if s.stored is not None]
         if written:
             with suppress(OSError, RewarmError, sqlite3.Error):

@@ -28,6 +28,7 @@ from rewarm.cache.disk import files, writer
 from . import zoo
 from .conftest import SOAK
 from .support import CHUNK, Prompt, cold, divergence, joined, prompt, run
+from .test_explain_cache import evict
 
 ARCHITECTURES = ("qwen3_5", "nemotron_h", "gpt_oss", "llama", "gemma3_text", "deepseek_v3")
 
@@ -370,6 +371,23 @@ def test_what_the_disk_refused_is_written_another_time(
     cache = cache_on(tmp_path, model)
     assert cache.match(first).resume == len(first) - 1
     assert cache.match(second).resume == len(second) - 1
+    cache.close()
+
+
+def test_a_window_that_memory_let_go_of_comes_back_with_what_follows_it(tmp_path: Path) -> None:
+    model = zoo.tiny("gpt_oss")
+    cache = PrefixCache(model, memory="64MB", disk=str(tmp_path), chunk=128)
+    asked = prompt(129, 1)
+    run(model, cache, asked)
+    cache.flush()
+    run(model, cache, joined(asked[:124], prompt(60, 7)))  # splits the node in memory, not on disk
+    evict(cache, "leaf", at=128)
+    evict(cache, "window", at=124)
+    assert cache.match(asked).resume == 128
+    lease = cache.acquire(asked)
+    assert (lease.match.resume, lease.match.tier) == (128, "disk")
+    lease.release()
+    cache.verify()
     cache.close()
 
 

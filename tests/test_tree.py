@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewarm.cache.tree import WIDTH, ChunkTree, Node, Tree, agreement, encode
+from rewarm.cache.tree import WIDTH, Checkpoint, ChunkTree, Node, Tree, agreement, encode
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ def test_only_leaves_can_be_removed() -> None:
     second = insert(tree, key(1, 2, 3))
     with pytest.raises(ValueError, match="leaf"):
         tree.remove(first)
+    second.checkpoint = Checkpoint("turn", None, last_used=0)
     tree.remove(second)
+    assert second.checkpoint is None  # whoever still knows it keeps nothing in memory
     tree.remove(first)
     assert not tree.root.children
 

@@ -45,12 +45,12 @@ class Promoter:
             if known < walk.node.end and not self._split(pin, known, now):
                 return
             for part in loaded:
+                if part.window is not None:  # memory may lack it where it knows the tokens
+                    self._fill_windows(pin, part.window, now)
                 if part.node.end > known and known * WIDTH < len(data):
                     if not self._grow(pin, max(part.node.start, known), part, now):
                         return
                     known = part.node.end
-                elif part.window is not None:
-                    self._fill_windows(pin, part.window, now)
                 if part.node.checkpoint is not None and known == part.node.end:
                     self._checkpoint(pin.node, part, now)
         finally:

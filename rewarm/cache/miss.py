@@ -121,9 +121,9 @@ def parted(tree: Tree, data: bytes, cuts: Sequence[int] = ()) -> Parted:
         begin = (walk.shared - node.start) * WIDTH
         return Parted(node, _path_from(node, begin), node.origin)
     rest = data[node.end * WIDTH :]
-    further = [
-        c for c in node.children.values() if agreement(c.key, rest) == walk.shared - node.end
-    ]
+    further = list(node.children.values())
+    if walk.shared > node.end:
+        further = [c for c in further if agreement(c.key, rest) == walk.shared - node.end]
     if not further:
         return Parted(node)
     latest = max(further, key=lambda child: child.last_used)

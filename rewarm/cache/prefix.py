@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -196,6 +197,8 @@ class PrefixCache:
         `warm`: nobody has asked for this yet. It is no use of what it finds, and its commits evict
         nothing but other warm-ahead.
         """
+        if not 0 < hint < math.inf:
+            raise InvalidOption(f"hint={hint!r} is no likelihood: give a number above 0, such as 2")
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
             began = time.perf_counter()

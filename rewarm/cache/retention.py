@@ -116,7 +116,9 @@ class Evictor:
         """The chat that ends at a node waits for a person."""
         for each in node.path():
             each.waits = True
-            self.memory.noted[each] = None
+            if each in self._trees:
+                # Only this has changed: what is around it need not be looked at again.
+                self._look_at(self._trees[each], each)
 
     def forget(self) -> None:
         """The trees are gone."""
@@ -124,6 +126,7 @@ class Evictor:
         for each in (self._trees, self._heaps, self._entries, self._numbers, self._leaves):
             each.clear()
         self._leased.clear()
+        self._filed = self._chats = self._count_again = 0
 
     def _look(self, trees: list[Tree]) -> None:
         """Take what is new into the index, and what is gone out of it."""

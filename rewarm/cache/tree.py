@@ -235,6 +235,8 @@ class Tree:
         del leaf.parent.children[self._edge(leaf.key)]
         _note_only_child(leaf.parent)
         leaf.parent = None
+        # Whoever still knows the node must not keep what it held in memory.
+        leaf.rows = leaf.window = leaf.checkpoint = None
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the root, parents before children."""

@@ -212,6 +212,7 @@ class DiskTier:
         """Everything of this model, whatever the salt."""
         self.writer.clear()
         self.writer.wait()
+        self.writer.take_failed()
         self.trees.forget()
         self._fresh.clear()
         self._room.forget()

@@ -116,7 +116,7 @@ def asked(number: int) -> Any:
 def churn(folder: str, seed: int, pipe: Connection) -> None:
     """Compute, evict and flush, and tell of it, until killed."""
     model = zoo.tiny("qwen3_5")
-    # What was flushed last goes last: the default policy may prefer older prompts that came back.
+    # LRU: on a full disk the default policy may evict a prompt in the second it was flushed in.
     kept = cache_on(Path(folder), model, memory="1MB", disk_size=LIMIT, retention=LRU())
     pipe.send(None)
     for number in range(seed * 1000, (seed + 1) * 1000):

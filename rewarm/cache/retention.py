@@ -67,6 +67,8 @@ class Evictor:
     stateful: bool = False
     on_evict: Callable[[Item], None] | None = None
     """Told of an item that is about to go, with all it holds."""
+    by_request: bool = True
+    """Whether its clock counts requests. Where it counts seconds, a crowd is no age."""
     evicted: Counter[str] = field(default_factory=Counter)
     """How often each kind of item went."""
     _trees: dict[Node, Tree] = field(default_factory=dict)
@@ -255,6 +257,8 @@ class Evictor:
 
     def _crowd(self) -> int:
         """How many chats there are. Counted now and then: it need not be exact."""
+        if not self.by_request:
+            return 0
         if self.evictions >= self._count_again:
             self._chats = sum(not left_behind_leaf(leaf) for leaf in self._leaves)
             self._count_again = self.evictions + 16 + len(self._leaves) // 8

@@ -34,6 +34,7 @@ class Room:
             reach=layout.longest_window,
             stateful=layout.has_state,
             on_evict=trees.evicted,
+            by_request=False,
         )
         self._strangers = self._find_strangers()
         """The longest unused last. Nobody but us writes here, so there will be no others."""

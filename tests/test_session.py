@@ -157,7 +157,11 @@ def test_cancelling_an_answer_stops_it_and_keeps_it(how: str) -> None:
     session = session_of()
     tokens = list(range(1, 100))
     cancel = threading.Event()
-    stream = session.stream(tokens, max_tokens=200, cancel=cancel, temperature=1.0)
+    # No end of its own: an answer that is over cannot be cancelled.
+    unending = {end: -100.0 for end in session.tokenizer.eos_token_ids}
+    stream = session.stream(
+        tokens, max_tokens=200, cancel=cancel, temperature=1.0, logit_bias=unending
+    )
     given = [next(stream).token for _ in range(5)]
     if how == "event":
         cancel.set()

@@ -214,3 +214,18 @@ def test_what_is_said_to_be_asked_for_again_stays_longer() -> None:
 
     assert kept(1.0) == [False, True]
     assert kept(4.0) == [True, False]
+
+
+@pytest.mark.parametrize("reuse", ["fast", "exact"])
+def test_what_waits_for_a_person_goes_first_in_both_modes(reuse: str) -> None:
+    model = zoo.tiny("qwen3_5")
+    cache = PrefixCache(model, memory="64MB", chunk=64, reuse=reuse)
+    tool, person = prompt(2400, 1), prompt(2400, 2)
+    marks = [Boundary(300, "user", durable=True)]
+    for tokens in (tool, person):
+        run(model, cache, tokens, boundaries=marks)
+    cache.waits(person, boundaries=marks)
+    cache.resize(cache.stats().held * 2 // 3)
+    cache.verify()
+    kept = {id(t): cache.match(t, boundaries=marks).resume for t in (tool, person)}
+    assert kept[id(tool)] > kept[id(person)]

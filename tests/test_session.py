@@ -158,7 +158,7 @@ def test_cancelling_an_answer_stops_it_and_keeps_it(how: str) -> None:
     tokens = list(range(1, 100))
     cancel = threading.Event()
     # No end of its own: an answer that is over cannot be cancelled.
-    unending = {end: -100.0 for end in session.tokenizer.eos_token_ids}
+    unending = dict.fromkeys(session.tokenizer.eos_token_ids, -100.0)
     stream = session.stream(
         tokens, max_tokens=200, cancel=cancel, temperature=1.0, logit_bias=unending
     )

@@ -352,9 +352,10 @@ class Service:
     def _say_who_waits(self, exchange: Exchange, run: Run) -> None:
         """A tool's result comes in seconds, a person's next message in minutes."""
         if all(choice.finish == "stop" for choice in run.choices):
-            waits, request = self.engine.cache.waits, run.request
+            waits, asked = self.engine.cache.waits, run.request
             with suppress(RuntimeError):  # the server is stopping
-                self._pool_for(exchange).submit(waits, request.tokens, request.salt)
+                pool = self._pool_for(exchange)
+                pool.submit(waits, asked.tokens, asked.salt, asked.boundaries)
 
     def _warm_ahead(self, exchange: Exchange, run: Run, chat: Chat) -> None:
         """Have the next turn's prompt computed while the client reads."""

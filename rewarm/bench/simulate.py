@@ -137,7 +137,7 @@ def replay(
             if isinstance(retention, Clairvoyant):  # what was next is now past
                 cache.memory.noted.update(dict.fromkeys(lease.pin.node.path()))
         if request.waits:
-            cache.waits(lease.tokens)
+            cache.waits(lease.tokens, boundaries=request.boundaries())
         match = lease.match
         cached += match.resume
         replayed += match.replay

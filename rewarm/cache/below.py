@@ -8,6 +8,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from .commit import split
 from .disk.tier import DiskTier, Loaded
 from .find import Found, Query
 from .layout import Layout
@@ -19,8 +20,6 @@ from .retention import Evictor, Item
 from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Tree
 
 log = logging.getLogger("rewarm")
-
-SPARE_BUFFERS = 4
 
 
 @dataclass
@@ -42,7 +41,8 @@ class Promoter:
         pin.take()
         try:
             known = walk.shared if tree.splits else walk.node.end
-            if known < walk.node.end and not self._split(pin, known, now):
+            inside = known < walk.node.end
+            if inside and not split(pin, known, self.evictor, self.trees, now):
                 return
             for part in loaded:
                 if part.window is not None:  # memory may lack it where it knows the tokens
@@ -55,18 +55,6 @@ class Promoter:
                     self._checkpoint(pin.node, part, now)
         finally:
             pin.drop()
-
-    def _split(self, pin: Pin, at: int, now: int) -> bool:
-        node = pin.node
-        if not self.evictor.make_room(self.trees, NODE_BYTES, SPARE_BUFFERS, now):
-            return False
-        self.memory.count(node, -1)
-        try:
-            self.memory.count(pin.tree.split(node, at))
-        finally:
-            self.memory.count(node)
-        pin.up_to(at)
-        return True
 
     def _grow(self, pin: Pin, start: int, part: Loaded, now: int) -> bool:
         rows = part.rows.part(start, part.rows.stop) if part.rows is not None else None

@@ -10,6 +10,7 @@ from .cuts import APART
 from .layout import Layout
 from .lease import Lease
 from .memory import MemoryTier
+from .pins import Pin
 from .placement import WEIGHTS, Kind
 from .retention import Evictor
 from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Origin, Tree, agreement
@@ -162,20 +163,35 @@ class Committer:
 
     def _split(self, lease: Lease, at: int, now: int) -> bool:
         """Split the lease's deepest node; the lease then holds the upper half."""
-        node = lease.pin.node
-        if not lease.tree.splits or not self._make_room(lease, NODE_BYTES, SPARE_BUFFERS, now):
-            lease.full = True
-            return False
-        self.memory.count(node, -1)
-        try:
-            self.memory.count(lease.tree.split(node, at))
-        finally:
-            self.memory.count(node)
-        lease.pin.up_to(at)
-        return True
+        done = lease.tree.splits and split(
+            lease.pin, at, self.evictor, self.trees, now, only_warm=lease.warm
+        )
+        lease.full |= not done
+        return done
 
     def _make_room(self, lease: Lease, nbytes: int, buffers: int, now: int) -> bool:
         return self.evictor.make_room(self.trees, nbytes, buffers, now, only_warm=lease.warm)
+
+
+def split(
+    pin: Pin,
+    at: int,
+    evictor: Evictor,
+    trees: Collection[Tree],
+    now: int,
+    only_warm: bool = False,
+) -> bool:
+    """Split a pinned node where there is room for it; the upper half stays pinned."""
+    node, memory = pin.node, evictor.memory
+    if not evictor.make_room(trees, NODE_BYTES, SPARE_BUFFERS, now, only_warm=only_warm):
+        return False
+    memory.count(node, -1)
+    try:
+        memory.count(pin.tree.split(node, at))
+    finally:
+        memory.count(node)
+    pin.up_to(at)
+    return True
 
 
 def _largest(high: int, fits: Callable[[int], Any]) -> int:

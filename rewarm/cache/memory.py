@@ -106,7 +106,7 @@ class MemoryTier:
     def count(self, node: Node, sign: int = 1) -> None:
         """Take a node, with all it holds, into the account, or out of it."""
         self.noted[node] = None
-        if sign < 0 and node.parent is not None:
+        if node.parent is not None:  # it has become, or is no longer, a leaf
             self.noted[node.parent] = None
         held = self.held
         held.index += sign * node.index_bytes

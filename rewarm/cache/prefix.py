@@ -274,14 +274,19 @@ class PrefixCache:
             ahead = [c for c in lease.cuts if c.stop > lease.position]
             lease.cuts = self._divider.marked(ahead, position, kind)
 
-    def waits(self, tokens: Sequence[int] | npt.NDArray[Any], salt: str | None = None) -> None:
+    def waits(
+        self,
+        tokens: Sequence[int] | npt.NDArray[Any],
+        salt: str | None = None,
+        boundaries: Sequence[Boundary] = (),
+    ) -> None:
         """Say that whoever sent this prompt has an answer that a person will think about; after a
         tool call, which is soon followed by its result, say nothing."""
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
             tree = self._trees.get(self._namespace.salted(salt))
             if tree is not None:
-                walk = tree.walk(encode(prompt), ())
+                walk = tree.walk(encode(prompt), self._divider.grid(len(prompt), boundaries))
                 self._evictor.let_wait(walk.node)
 
     def stats(self) -> Stats:
@@ -332,7 +337,9 @@ class PrefixCache:
     def verify(self) -> None:
         """Check every invariant of the tree and its accounting; raises BrokenInvariant."""
         with self._entered():
-            verify(list(self._trees.values()), self.memory, self._pins.held, self.layout)
+            trees = list(self._trees.values())
+            verify(trees, self.memory, self._pins.held, self.layout)
+            self._evictor.verify(trees)
 
     def flush(self, *, wait: bool = True, durable: bool = False) -> bool:
         """Make what is held outlive this process; returns when it does.

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from rewarm.errors import BrokenInvariant
+
 from .memory import MemoryTier
 from .tree import Node, Tree
 from .worth import (
@@ -28,6 +30,7 @@ from .worth import (
     WorkPerByte,
     checkpoint_above,
     checkpoints_below,
+    leaves_below,
     left_behind_leaf,
 )
 
@@ -80,6 +83,8 @@ class Evictor:
     _filed: int = 0
     _leased: list[int] = field(default_factory=list)
     _leaves: set[Node] = field(default_factory=set)
+    _marked: set[Node] = field(default_factory=set)
+    """Those with a checkpoint."""
     _chats: int = 0
     _count_again: int = 0
 
@@ -118,21 +123,40 @@ class Evictor:
         """The chat that ends at a node waits for a person."""
         for each in node.path():
             each.waits = True
-            if each in self._trees:
-                # Only this has changed: what is around it need not be looked at again.
-                self._look_at(self._trees[each], each)
+            # Only this has changed: what is around it need not be looked at again.
+            self._look_at(each)
+
+    def verify(self, trees: Iterable[Tree]) -> None:
+        """The index has everything that can go, and nothing that has gone."""
+        noted = self.memory.noted
+        live = {node for tree in trees for node in tree.nodes()}
+        in_heaps = {number for heap in self._heaps.values() for _, number in heap}
+        in_heaps.update(self._leased)
+        for node in live - noted.keys():
+            for what in self._appraiser.kinds(node):
+                number = self._numbers.get(node, {}).get(what)
+                if number not in self._entries or number not in in_heaps:
+                    raise BrokenInvariant(f"{what} {node.start} to {node.end} can never go")
+        known = {*self._trees, *self._numbers, *self._leaves, *self._marked}
+        known.update(entry.node for entry in self._entries.values())
+        for node in known - live - noted.keys():
+            raise BrokenInvariant(f"node {node.start} to {node.end} has gone, and is still known")
 
     def forget(self) -> None:
         """The trees are gone."""
         self.memory.noted.clear()
-        for each in (self._trees, self._heaps, self._entries, self._numbers, self._leaves):
+        for each in (self._trees, self._heaps, self._entries, self._numbers):
             each.clear()
+        self._leaves.clear()
+        self._marked.clear()
         self._leased.clear()
         self._filed = self._chats = self._count_again = 0
 
     def _look(self, trees: list[Tree]) -> None:
-        """Take what is new into the index, and what is gone out of it."""
+        """Take what is new into the index, what is gone out of it, and appraise again, once each,
+        whatever is worth more or less for it."""
         noted = self.memory.noted
+        near: dict[Node | None, None] = {}
         while noted:
             node, _ = noted.popitem()
             if node.parent is None:
@@ -141,32 +165,44 @@ class Evictor:
             self._leaves.discard(node.parent)
             if not node.children:
                 self._leaves.add(node)
-            tree = self._tree(node, trees)
-            had_checkpoint = "checkpoint" in self._numbers.get(node, ())
-            for what in self._appraiser.kinds(node):
-                self._file(self._appraiser.item(tree, node, what))
+            self._tree(node, trees)
+            near[node] = None
             # What goes on from a checkpoint decides what it is worth.
-            self._look_at(tree, checkpoint_above(node))
-            if not had_checkpoint and "checkpoint" in self._numbers.get(node, ()):
-                for below in checkpoints_below(node):  # it has changed what they save
-                    self._look_at(tree, below)
-            if self.reach:
-                self._look_at_windows(tree, node)
+            near[checkpoint_above(node)] = None
+            near.update(dict.fromkeys(leaves_below(node)))
+            if node.checkpoint is None:
+                self._marked.discard(node)
+            elif node not in self._marked:
+                self._marked.add(node)
+                near.update(dict.fromkeys(checkpoints_below(node)))  # it has changed what they save
+        if self.reach:
+            for each in [*near]:
+                near.update(dict.fromkeys(self._windows_before(each) if each else ()))
+        checkpoints: dict[Node, Item] = {}
+        for each in near:
+            if each is not None:
+                self._look_at(each, checkpoints)
 
-    def _look_at_windows(self, tree: Tree, node: Node) -> None:
-        """What is new or gone here was, or is, what the windows before it are for."""
+    def _windows_before(self, node: Node) -> list[Node]:
+        """The nodes with the windows that what is at a node needs, or needed."""
+        found = []
         for above in node.path():
             if above.end <= node.end - self.reach:
                 break
-            filed = above is not node and "window" in self._numbers.get(above, ())
-            if filed and above.window is not None and above.children:
-                self._file(self._appraiser.item(tree, above, "window"))
+            if above is not node and above.window is not None:
+                found.append(above)
+        return found
 
-    def _look_at(self, tree: Tree, node: Node | None) -> None:
-        if node is not None:
-            for what in list(self._numbers.get(node, ())):
-                if what in self._appraiser.kinds(node):
-                    self._file(self._appraiser.item(tree, node, what))
+    def _look_at(self, node: Node, checkpoints: dict[Node, Item] | None = None) -> None:
+        """`checkpoints`: as appraised since the tree last changed."""
+        tree = self._trees.get(node)
+        if tree is None:  # noted, and not taken in yet
+            return
+        kinds = self._appraiser.kinds(node)
+        for what in [what for what in self._numbers.get(node, ()) if what not in kinds]:
+            self._unfile(node, what)
+        for what in kinds:
+            self._file(self._appraiser.item(tree, node, what, checkpoints))
 
     def _tree(self, node: Node, trees: list[Tree]) -> Tree:
         known = self._trees.get(node)
@@ -194,28 +230,11 @@ class Evictor:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Numbers that mean nothing any more go. Where there are windows everything is appraised
-        again: they may have lost worth to something far from them."""
-        if not self.reach:
-            for heap in self._heaps.values():
-                heap[:] = [each for each in heap if each[1] in self._entries]
-                heapq.heapify(heap)
-            self._filed = sum(map(len, self._heaps.values()))
-            return
-        known = list(self._entries.items())
-        self._heaps.clear()
-        for number, entry in known:
-            node, what = entry.node, entry.what
-            if node.parent is None or what not in self._appraiser.kinds(node):
-                self._unfile(node, what)
-                continue
-            now = self._entry(self._appraiser.item(self._trees[node], node, what))
-            self._entries[number] = now
-            self._heaps.setdefault(now.bucket, []).append((now.since, number))
+        """Numbers that mean nothing any more go."""
         for heap in self._heaps.values():
+            heap[:] = [each for each in heap if each[1] in self._entries]
             heapq.heapify(heap)
-        self._leased.clear()
-        self._filed = len(self._entries)
+        self._filed = sum(map(len, self._heaps.values()))
 
     def _entry(self, item: Item) -> Entry:
         worth = self.policy.worth(item)
@@ -290,6 +309,7 @@ class Evictor:
             self._entries.pop(number, None)
         self._trees.pop(node, None)
         self._leaves.discard(node)
+        self._marked.discard(node)
 
     def _evict(self, item: Item) -> None:
         node = item.node

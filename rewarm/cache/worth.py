@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal, Protocol
 
 from .placement import WEIGHTS
@@ -120,13 +121,18 @@ class Appraiser:
         held = checkpoint is not None and checkpoint.pins > 0
         return held if what == "checkpoint" else node.pins > 0 or (what == "leaf" and held)
 
-    def item(self, tree: Tree, node: Node, what: What) -> Item:
+    def item(
+        self, tree: Tree, node: Node, what: What, checkpoints: dict[Node, Item] | None = None
+    ) -> Item:
+        """`checkpoints` keeps those that were appraised, for as long as the tree does not change:
+        many windows belong to the same ones."""
+        checkpoints = {} if checkpoints is None else checkpoints
         if what == "leaf":
             return self._leaf(tree, node)
         if what == "checkpoint" and node.checkpoint is not None:
-            return self._checkpoint(tree, node, node.checkpoint)
+            return self._checkpoint(tree, node, node.checkpoint, checkpoints)
         if what == "window" and node.window is not None:
-            return self._window(tree, node, node.window)
+            return self._window(tree, node, node.window, checkpoints)
         raise LookupError(f"node {node.start} to {node.end} has no {what}")
 
     def _leaf(self, tree: Tree, node: Node) -> Item:
@@ -155,13 +161,17 @@ class Appraiser:
             last_used=max(node.last_used, checkpoint.last_used if checkpoint is not None else 0),
         )
 
-    def _checkpoint(self, tree: Tree, node: Node, checkpoint: Checkpoint) -> Item:
+    def _checkpoint(
+        self, tree: Tree, node: Node, checkpoint: Checkpoint, known: dict[Node, Item]
+    ) -> Item:
         """A checkpoint is worth its windows too, and nothing where one of them is gone."""
+        if node in known:
+            return known[node]
         windows = self._windows_of(node)
         weight = WEIGHTS[checkpoint.kind] * checkpoint.hint
         if _left_behind(node):
             weight *= LEFT_BEHIND
-        return Item(
+        item = known[node] = Item(
             "checkpoint",
             tree,
             node,
@@ -171,8 +181,9 @@ class Appraiser:
             hits=checkpoint.hits,
             last_used=checkpoint.last_used,
         )
+        return item
 
-    def _window(self, tree: Tree, node: Node, window: Payload) -> Item:
+    def _window(self, tree: Tree, node: Node, window: Payload, known: dict[Node, Item]) -> Item:
         """A window is worth the best checkpoint that needs it; outside all of them, little."""
         best: Item | None = None
         todo, looked = [node], 0
@@ -180,7 +191,7 @@ class Appraiser:
             each = todo.pop()
             looked += 1
             if each.checkpoint is not None and each.end - self.reach < node.end:
-                item = self._checkpoint(tree, each, each.checkpoint)
+                item = self._checkpoint(tree, each, each.checkpoint, known)
                 if best is None or item.weight * item.saves > best.weight * best.saves:
                     best = item
             if each.end - self.reach < node.end:
@@ -250,6 +261,22 @@ def _alone_above(node: Node) -> list[Node]:
     return found
 
 
+def leaves_below(node: Node) -> list[Node]:
+    """The leaves that a node leads to, where it leads to one or two: another way on, or one less,
+    changes what goes with them, and whether they came back."""
+    found = []
+    for each in [node] if node.only is not None else _prompts_below(node):
+        for _ in range(FARTHEST):
+            prompts = _prompts_below(each)
+            following = each.only or (prompts[0] if len(prompts) == 1 else None)
+            if following is None:
+                break
+            each = following
+        if not each.children:
+            found.append(each)
+    return found
+
+
 def left_behind_leaf(leaf: Node) -> bool:
     """Whether it is the end of a turn, or an answer, that its own chat went on without."""
     above = leaf.parent
@@ -262,8 +289,9 @@ def left_behind_leaf(leaf: Node) -> bool:
 
 
 def _prompts_below(node: Node) -> list[Node]:
-    """The ways on that prompts took. An answer is none: a template may render it anew."""
-    return [c for c in node.children.values() if c.origin == "prefill"]
+    """The ways on that prompts took, two of them at most: a system prompt may have thousands. An
+    answer is none: a template may render it anew."""
+    return list(islice((c for c in node.children.values() if c.origin == "prefill"), 2))
 
 
 def _came_back(node: Node) -> int:

@@ -56,6 +56,8 @@ class Room:
             log.info("the disk tier is full: what %s has in it goes", name)
             self._writer.put(Job(clears=stranger))
         if self._lacking(nbytes) <= 0:
+            # There is room; what came since is taken in, so that it does not pile up.
+            self._evictor.make_room([own.tree for own in self._trees], 0, 0, int(time.time()))
             return True
         if not self._read_all:
             self._trees.read_all()

@@ -189,6 +189,22 @@ def test_a_chat_that_came_back_outlives_newcomers(profile: Profile) -> None:
     assert cache.match(known).resume > cache.match(new).resume
 
 
+@pytest.mark.parametrize("profile", [ATTENTION, HYBRID], ids=lambda p: p.name)
+def test_what_one_request_used_goes_from_its_end_on(profile: Profile) -> None:
+    """A path without its beginning is worth nothing, and one without its end nearly all."""
+    cache = sized_cache(profile, 10**9, LRU(), chunk=512)
+    marks = [Boundary(at, "user") for at in range(400, 4000, 400)]
+    for tokens in (prompt(4000, 1), prompt(4000, 1)):
+        with cache.acquire(tokens, boundaries=marks) as lease:
+            for cut in lease.cuts:
+                cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
+    points = [*range(400, 4000, 400)]
+    while cache.memory.held.total > 1.2 * 10**6:
+        cache.resize(int(cache.memory.held.total * 0.9))
+        found = [cache.match(prompt(4000, 1)[: at + 1]).resume for at in points]
+        assert found == [min(at, found[-1]) for at in points]
+
+
 def check_that_nothing_hides(evictor: Evictor) -> None:
     """What is filed too low is found and filed again; too high, and it would not be found."""
     for entry in evictor._entries.values():

@@ -60,6 +60,16 @@ class Entry(NamedTuple):
     since: float
 
 
+class Place(NamedTuple):
+    """Where an item stands in its bucket. What one request used is of one age: of that, what is
+    worth least goes first, and the end of a path before what lies above it."""
+
+    since: float
+    worth: float
+    up: int
+    number: int
+
+
 @dataclass
 class Evictor:
     """Makes room in a tier by a policy. Nothing that is leased goes."""
@@ -75,7 +85,7 @@ class Evictor:
     evicted: Counter[str] = field(default_factory=Counter)
     """How often each kind of item went."""
     _trees: dict[Node, Tree] = field(default_factory=dict)
-    _heaps: dict[Bucket, list[tuple[float, int]]] = field(default_factory=dict)
+    _heaps: dict[Bucket, list[Place]] = field(default_factory=dict)
     _entries: dict[int, Entry] = field(default_factory=dict)
     """Heaps hold numbers only: what has gone must not be kept alive by them."""
     _numbers: dict[Node, dict[What, int]] = field(default_factory=dict)
@@ -130,7 +140,7 @@ class Evictor:
         """The index has everything that can go, and nothing that has gone."""
         noted = self.memory.noted
         live = {node for tree in trees for node in tree.nodes()}
-        in_heaps = {number for heap in self._heaps.values() for _, number in heap}
+        in_heaps = {place.number for heap in self._heaps.values() for place in heap}
         in_heaps.update(self._leased)
         for node in live - noted.keys():
             for what in self._appraiser.kinds(node):
@@ -224,7 +234,7 @@ class Evictor:
         number = numbers[item.what] = next(self._next)
         entry = self._entry(item)
         self._entries[number] = entry
-        heapq.heappush(self._heaps.setdefault(entry.bucket, []), (entry.since, number))
+        self._push(number, entry)
         self._filed += 1
         if self._filed > 4 * len(self._entries) + 256:
             self._tidy()
@@ -232,7 +242,7 @@ class Evictor:
     def _tidy(self) -> None:
         """Numbers that mean nothing any more go."""
         for heap in self._heaps.values():
-            heap[:] = [each for each in heap if each[1] in self._entries]
+            heap[:] = [place for place in heap if place.number in self._entries]
             heapq.heapify(heap)
         self._filed = sum(map(len, self._heaps.values()))
 
@@ -245,7 +255,11 @@ class Evictor:
     def _put_again(self, number: int) -> None:
         entry = self._entries.get(number)
         if entry is not None:
-            heapq.heappush(self._heaps.setdefault(entry.bucket, []), (entry.since, number))
+            self._push(number, entry)
+
+    def _push(self, number: int, entry: Entry) -> None:
+        place = Place(entry.since, entry.worth, -entry.node.end, number)
+        heapq.heappush(self._heaps.setdefault(entry.bucket, []), place)
 
     def _worst(self, now: int, only_warm: bool) -> Item | None:
         """What is worth least now, of what is not leased."""
@@ -253,14 +267,14 @@ class Evictor:
         while True:
             least, found = math.inf, None
             for bucket, heap in list(self._heaps.items()):
-                while heap and heap[0][1] not in self._entries:
+                while heap and heap[0].number not in self._entries:
                     heapq.heappop(heap)
                 if not heap:
                     del self._heaps[bucket]
                     continue
                 if only_warm and not bucket.warm:
                     continue
-                entry = self._entries[heap[0][1]]
+                entry = self._entries[heap[0].number]
                 # A clock may be set back.
                 age = max(now - entry.since, 0) + bucket.behind * crowd
                 score = entry.worth / (1 + crowd / 2 + age)
@@ -268,7 +282,7 @@ class Evictor:
                     least, found = score, bucket
             if found is None:
                 return None
-            _, number = heapq.heappop(self._heaps[found])
+            number = heapq.heappop(self._heaps[found]).number
             entry = self._entries[number]
             item = self._current(number, entry)
             if item is not None:

@@ -48,6 +48,7 @@ def load(
     if trust_remote_code and not built_in:
         options["tokenizer_config"] = {"trust_remote_code": True}
     loaded = mlx_lm.load(str(model), adapter_path=adapter_path, **options)
+    accel.install()
     if built_in:
         # Its weights are stored in half the bytes. It is small enough to be run in full ones.
         loaded[0].set_dtype(mx.float32)

@@ -13,6 +13,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
+from rewarm import accel
+
 Config = dict[str, Any]
 
 VOCABULARY = 512
@@ -353,6 +355,7 @@ def tiny(name: str, seed: int = 0) -> nn.Module:
     model.update(tree_unflatten(weights))
     model.eval()
     mx.eval(model.parameters())
+    accel.install()  # for the model's own module, which is there now
     return model
 
 

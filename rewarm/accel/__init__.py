@@ -2,8 +2,12 @@
 
 
 def install() -> None:
-    """In this process, where it is faster on the device at hand (docs/accel.md)."""
-    from rewarm.accel import cpu, delta
+    """In this process, where it is faster on the device at hand (docs/accel.md).
+
+    Some of it is for single models, and waits for them: to be called again after loading one.
+    """
+    from rewarm.accel import cpu, delta, scans
 
     delta.install()
     cpu.install()
+    scans.install()

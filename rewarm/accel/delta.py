@@ -43,7 +43,7 @@ class Decayed(NamedTuple):
     """A chunk's keys and queries with the gates multiplied in."""
 
     key_products: list[mx.array]
-    """k[t] k[s] for s < t in parts, as `_levels` has them."""
+    """k[t] k[s] for s < t in parts, as `levels` has them."""
     query_products: mx.array
     """q[t] k[s] for s <= t, else 0."""
     queries: mx.array
@@ -77,13 +77,16 @@ def install() -> bool:
         if parameters != PARAMETERS:
             raise TypeError(f"gated_delta_ops takes {', '.join(parameters)}")
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        log.warning(
-            "gated delta layers run token by token: not the mlx-lm that is known: %s", error
-        )
+        say_once("gated delta layers", str(error))
         return False
     _stock = found
     gated_delta.gated_delta_ops = _installed
     return True
+
+
+@functools.cache
+def say_once(what: str, why: str) -> None:
+    log.warning("%s run token by token: not the mlx-lm that is known: %s", what, why)
 
 
 def _installed(
@@ -127,23 +130,14 @@ def chunked(
         beta = mx.where(mask[..., None], beta, 0)
         g = mx.where(mask[..., None] if g.ndim == 3 else mask[..., None, None], g, 1)
 
-    count = -(-length // _longest(key_dim, value_dim, by_key=g.ndim == 4))
-    size = -(-length // count)  # alike, so that the last one is not mostly padding
+    longest = longest_chunk(key_dim, value_dim, by_key=g.ndim == 4)
+    count = -(-length // longest)
+    cut = functools.partial(in_chunks, longest=longest, key_heads=key_heads)
+    keys, values, writes = cut(k), cut(v), cut(beta)
+    decay = decay_by_head if g.ndim == 3 else _decay_by_key
+    decayed = decay(cut(q), keys, cut(g, padding=1))
 
-    def in_chunks(x: mx.array, padding: int = 0) -> mx.array:
-        """[B, T, H, ...] as float32 [B, Hk, H / Hk, count, size, ...]"""
-        missing = count * size - length
-        if missing:
-            x = mx.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), constant_values=padding)
-        x = x.astype(mx.float32)
-        x = x.reshape(batch, count, size, key_heads, x.shape[2] // key_heads, *x.shape[3:])
-        return mx.contiguous(x.transpose(0, 3, 4, 1, 2, *range(5, x.ndim)))
-
-    keys, values, writes = in_chunks(k), in_chunks(v), in_chunks(beta)
-    decay = _decay_by_head if g.ndim == 3 else _decay_by_key
-    decayed = decay(in_chunks(q), keys, in_chunks(g, padding=1))
-
-    solved = _inverse([writes[..., None] * part for part in decayed.key_products])
+    solved = inverse([writes[..., None] * part for part in decayed.key_products])
     solved = solved * writes[..., None, :]
     deltas_alone = solved @ values  # the deltas from a state of zeros
     reads = solved @ decayed.keys  # what the state takes from them
@@ -164,11 +158,31 @@ def chunked(
 
     y = decayed.queries @ mx.stack(states, axis=3).swapaxes(-1, -2)
     y = mx.addmm(y, decayed.query_products, mx.stack(deltas, axis=3))
-    y = y.transpose(0, 3, 4, 1, 2, 5).reshape(batch, count * size, heads, value_dim)
-    return y[:, :length].astype(q.dtype), state.reshape(batch, heads, value_dim, key_dim)
+    y = out_of_chunks(y, length).astype(q.dtype)
+    return y, state.reshape(batch, heads, value_dim, key_dim)
 
 
-def _longest(key_dim: int, value_dim: int, by_key: bool) -> int:
+def in_chunks(x: mx.array, longest: int, key_heads: int, padding: int = 0) -> mx.array:
+    """[B, T, H, ...] as float32 [B, Hk, H / Hk, count, size, ...]"""
+    batch, length, heads = x.shape[:3]
+    count = -(-length // longest)
+    size = -(-length // count)  # alike, so that the last one is not mostly padding
+    missing = count * size - length
+    if missing:
+        x = mx.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), constant_values=padding)
+    x = x.astype(mx.float32)
+    x = x.reshape(batch, count, size, key_heads, heads // key_heads, *x.shape[3:])
+    return mx.contiguous(x.transpose(0, 3, 4, 1, 2, *range(5, x.ndim)))
+
+
+def out_of_chunks(y: mx.array, length: int) -> mx.array:
+    """[B, Hk, H / Hk, count, size, D] as [B, T, H, D]"""
+    batch, key_heads, shared_by, count, size, dim = y.shape
+    y = y.transpose(0, 3, 4, 1, 2, 5).reshape(batch, count * size, key_heads * shared_by, dim)
+    return y[:, :length]
+
+
+def longest_chunk(key_dim: int, value_dim: int, by_key: bool) -> int:
     """A chunk's length, at most: a token's work grows with it, the number of steps falls."""
     if mx.default_device() != mx.cpu:
         return GPU_CHUNK
@@ -177,7 +191,7 @@ def _longest(key_dim: int, value_dim: int, by_key: bool) -> int:
     return CPU_CHUNK
 
 
-def _decay_by_head(q: mx.array, k: mx.array, g: mx.array) -> Decayed:
+def decay_by_head(q: mx.array, k: mx.array, g: mx.array) -> Decayed:
     below, rest = _triangle(g.shape[-1])
     # Products of gates and no sums of logarithms: a gate of 0 is one like any other, and nothing is
     # taken apart again from a long sum.
@@ -185,7 +199,7 @@ def _decay_by_head(q: mx.array, k: mx.array, g: mx.array) -> Decayed:
     start = mx.cumprod(g, axis=-1)[..., None]
     products = (k @ k.swapaxes(-1, -2)) * between
     return Decayed(
-        key_products=[products * level for level in _levels(g.shape[-1])],
+        key_products=[products * level for level in levels(g.shape[-1])],
         query_products=(q @ k.swapaxes(-1, -2)) * (between * rest.T),
         queries=q * start,
         keys=k * start,
@@ -197,16 +211,16 @@ def _decay_by_head(q: mx.array, k: mx.array, g: mx.array) -> Decayed:
 def _decay_by_key(q: mx.array, k: mx.array, g: mx.array) -> Decayed:
     """The decay from s to t as that from s to a point between, and on to t.
 
-    Every pair has such a point: between the two blocks where `_levels` parts them. Both factors are
+    Every pair has such a point: between the two blocks where `levels` parts them. Both factors are
     products of gates, so neither overflows, as a quotient of products from the start would.
     """
     size, key_dim = g.shape[-2:]
-    levels = _levels(size)
-    missing = 2 ** len(levels) - size
+    parting = levels(size)
+    missing = 2 ** len(parting) - size
     padded = mx.pad(g, [(0, 0)] * (g.ndim - 2) + [(0, missing), (0, 0)]) if missing else g
     key_products = []
     query_products = (q * k).sum(axis=-1, keepdims=True) * mx.eye(size)
-    for i, level in enumerate(levels):
+    for i, level in enumerate(parting):
         entered, left_keys = g, k.swapaxes(-1, -2)
         if i:  # a block of one token has nothing but that token's gate
             blocks = padded.reshape(*g.shape[:-2], -1, 2**i, key_dim)
@@ -226,17 +240,17 @@ def _decay_by_key(q: mx.array, k: mx.array, g: mx.array) -> Decayed:
     )
 
 
-def _inverse(parts: Sequence[mx.array]) -> mx.array:
-    """(I + A)^-1, with A given as its parts by `_levels`.
+def inverse(parts: Sequence[mx.array]) -> mx.array:
+    """(I + A)^-1, with A given as its parts by `levels`.
 
     From the inverses of two diagonal blocks comes that of both with the block below them. The
     product (I - A)(I + A^2)(I + A^4)... is as many multiplications, but where keys repeat the
     powers of A are large, and float32 does not survive their cancelling.
     """
-    inverse = mx.eye(parts[0].shape[-1]) - parts[0]
+    found = mx.eye(parts[0].shape[-1]) - parts[0]
     for part in parts[1:]:
-        inverse = mx.addmm(inverse, inverse @ part, inverse, alpha=-1)
-    return inverse
+        found = mx.addmm(found, found @ part, found, alpha=-1)
+    return found
 
 
 @functools.cache
@@ -247,13 +261,13 @@ def _triangle(size: int) -> tuple[mx.array, mx.array]:
 
 
 @functools.cache
-def _levels(size: int) -> list[mx.array]:
+def levels(size: int) -> list[mx.array]:
     """What is below the diagonal, in parts: of blocks of 1, 2, 4... rows, two and two are joined,
     and a part is 1 in the rows of the second and the columns of the first."""
     place = np.arange(size)
-    levels = []
+    found = []
     for i in range(max(1, (size - 1).bit_length())):
         block = place >> i
         second_to_first = (block[:, None] ^ 1 == block) & (block[:, None] > block)
-        levels.append(mx.array(second_to_first.astype(np.float32)))
-    return levels
+        found.append(mx.array(second_to_first.astype(np.float32)))
+    return found

@@ -271,8 +271,8 @@ class Engine:
         self._finish()
 
     def _prepare(self) -> None:
-        accel.install()
         loaded = self._load()
+        accel.install()
         model, cache = loaded.model, loaded.cache
         evaluate(model)
         self._vocabulary = vocabulary_size(model) or len(loaded.tokenizer)

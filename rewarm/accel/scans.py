@@ -1,0 +1,318 @@
+"""Other recurrences that mlx-lm goes through token by token off Metal (docs/accel.md).
+
+RWKV-7 has the delta rule with a gate for each key and a vector a of its own to read with, before
+the gates: u = S a, S = S w + u b' + v k', y = S r. Over a chunk, with D as in `delta`,
+
+    (I - A) u = G' a S' + C v,   A[t, s] = D[t - 1, s] a[t] b[s],  C[t, s] = D[t - 1, s] a[t] k[s]
+    y = G r S' + P u + Q v,      P[t, s] = D[t, s] r[t] b[s],      Q[t, s] = D[t, s] r[t] k[s]
+
+Lightning attention has no corrections at all. The rest is linear for each number of its state:
+h = a h + x.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .delta import (
+    decay_by_head,
+    in_chunks,
+    inverse,
+    levels,
+    longest_chunk,
+    out_of_chunks,
+    say_once,
+)
+
+nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow
+
+PAYS = 8
+"""Tokens from which these are faster than a loop."""
+STRIDE = 16
+"""Tokens that a scan goes through one by one, for all strides of a prompt at once."""
+WIDE = 2**12
+"""Numbers of a state from which a step takes longer than its launch: then the loop is best."""
+BLOCK = 64
+"""Tokens of a state-space layer whose states are held at once: there are thousands of numbers in
+each."""
+
+Function = Callable[..., Any]
+
+
+class Place(NamedTuple):
+    """A function of mlx-lm, and ours."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    ours: Function
+
+
+_stock: dict[str, Function] = {}
+
+
+def install() -> bool:
+    """Make the models that are loaded use these; says whether any does.
+
+    What is not imported is left alone: to import all of mlx-lm's models would take long.
+    """
+    if (
+        os.environ.get("REWARM_ACCEL", "").strip().lower() in ("0", "off")
+        or mx.metal.is_available()
+    ):
+        return False
+    used = [_put(place) for place in PLACES]
+    return any(used)
+
+
+def _put(place: Place) -> bool:
+    module = sys.modules.get(f"mlx_lm.models.{place.module}")
+    if module is None:
+        return False
+    *path, name = place.name.split(".")
+    try:
+        owner = functools.reduce(getattr, path, module)
+        found: Function = getattr(owner, name)
+        if found is place.ours:
+            return True
+        parameters = tuple(inspect.signature(found).parameters)
+        if parameters != place.parameters:
+            raise TypeError(f"{place.name} takes {', '.join(parameters)}")
+    except (AttributeError, TypeError, ValueError) as error:
+        say_once(f"{place.module}'s layers", str(error))
+        return False
+    _stock[place.module] = found
+    setattr(owner, name, place.ours)
+    return True
+
+
+def scan(a: mx.array, x: mx.array, h: mx.array) -> tuple[mx.array, mx.array]:
+    """All h = a h + x over the second axis of a and x, in float32, and the last one."""
+    batch, length = x.shape[:2]
+    a, x, h = (each.astype(mx.float32) for each in (a, x, h))
+    if h.size // batch > WIDE or length < 2 * STRIDE:
+        states = []
+        for t in range(length):
+            h = _step(a[:, t], h, x[:, t])
+            states.append(h)
+        return mx.stack(states, axis=1), h
+    count = -(-length // STRIDE)
+    missing = count * STRIDE - length
+    if missing:
+        padding = [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)
+        a, x = mx.pad(a, padding, constant_values=1), mx.pad(x, padding)
+    a, x = (each.reshape(batch, count, STRIDE, *each.shape[2:]) for each in (a, x))
+    alone, decay = [x[:, :, 0]], [a[:, :, 0]]
+    for i in range(1, STRIDE):
+        alone.append(_step(a[:, :, i], alone[-1], x[:, :, i]))
+        decay.append(a[:, :, i] * decay[-1])
+    before = []
+    for n in range(count):
+        before.append(h)
+        h = _step(decay[-1][:, n], h, alone[-1][:, n])
+    entering = mx.stack(before, axis=1)
+    steps = [_step(d, entering, s) for d, s in zip(decay, alone, strict=True)]
+    y = mx.stack(steps, axis=2).reshape(batch, count * STRIDE, *x.shape[3:])
+    return y[:, :length], h
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _step(a: mx.array, h: mx.array, x: mx.array) -> mx.array:
+    return a * h + x
+
+
+def _rnn_scan(x: mx.array, a: mx.array, h0: mx.array | None) -> tuple[mx.array, mx.array]:
+    """For `recurrent_gemma.rnn_scan`."""
+    if x.shape[1] < PAYS:
+        found: tuple[mx.array, mx.array] = _stock["recurrent_gemma"](x, a, h0)
+        return found
+    y, h = scan(mx.broadcast_to(a, x.shape), x, mx.zeros_like(x[:, 0]) if h0 is None else h0)
+    return y.astype(x.dtype), h.astype(x.dtype)
+
+
+def state_space(
+    x: mx.array,
+    times: mx.array,
+    rates: mx.array,
+    writes: mx.array,
+    reads: mx.array,
+    h: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """Mamba's: x and times [B, T, D], rates [D, N], writes and reads [B, T, N] give y [B, T, D] and
+    h [B, D, N]."""
+    if h is None:
+        h = mx.zeros((x.shape[0], *rates.shape), x.dtype)
+    parts = []
+    for start in range(0, x.shape[1], BLOCK):
+        part = slice(start, start + BLOCK)
+        decay = mx.exp(times[:, part, :, None] * rates)
+        written = (times * x)[:, part, :, None] * writes[:, part, None]
+        states, h = scan(decay, written, h)
+        parts.append((states @ reads[:, part, :, None].astype(mx.float32)).squeeze(-1))
+    return mx.concatenate(parts, axis=1).astype(x.dtype), h.astype(x.dtype)
+
+
+def _jamba_step(
+    self: Any, x: mx.array, rates: mx.array, state: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """For `jamba.JambaMambaMixer.ssm_step`."""
+    if x.shape[1] < PAYS:
+        found: tuple[mx.array, mx.array] = _stock["jamba"](self, x, rates, state)
+        return found
+    rank, size = self.time_step_rank, self.ssm_state_size
+    times, writes, reads = mx.split(self.x_proj(x), [rank, rank + size], axis=-1)
+    times = nn.softplus(self.dt_proj(self.dt_layernorm(times)))
+    y, h = state_space(x, times, rates, self.b_layernorm(writes), self.c_layernorm(reads), state)
+    return y + self.D * x, h
+
+
+def _mamba_sequence(
+    self: Any, x: mx.array, conv_cache: mx.array | None, state_cache: mx.array | None
+) -> Any:
+    """For `mamba.MambaBlock._process_sequence`, which projects token by token as well."""
+    if x.shape[1] < PAYS:
+        return _stock["mamba"](self, x, conv_cache, state_cache)
+    taps, rank, size = self.conv_kernel_size, self.time_step_rank, self.ssm_state_size
+    x, gate = mx.split(self.in_proj(x), 2, axis=-1)
+    if conv_cache is None:
+        conv_cache = mx.zeros((x.shape[0], taps - 1, x.shape[2]), x.dtype)
+    seen = mx.concatenate([conv_cache, x], axis=1)
+    x = nn.silu(self.conv1d(seen))
+    parts = list(mx.split(self.x_proj(x), [rank, rank + size], axis=-1))
+    if self.use_bcdt_rms:
+        parts = [mx.fast.rms_norm(p, weight=None, eps=self.args.mixer_rms_eps) for p in parts]
+    times, writes, reads = parts
+    times = nn.softplus(self.dt_proj(times))
+    y, h = state_space(x, times, -mx.exp(self.A_log), writes, reads, state_cache)
+    y = self.out_proj(nn.silu(gate) * (y + self.D * x))
+    return y, (seen[:, 1 - taps :], h)
+
+
+def _gla(
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float, h: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """For `bailing_moe_linear.recurrent_gla`: [B, H, T, D], h [B, H, Dk, Dv], g a log for each
+    head."""
+    batch, heads, length, key_dim = q.shape
+    if length < PAYS:
+        found: tuple[mx.array, mx.array] = _stock["bailing_moe_linear"](q, k, v, g, scale, h)
+        return found
+    longest = longest_chunk(key_dim, v.shape[-1], by_key=False)
+    cut = functools.partial(in_chunks, longest=longest, key_heads=heads)
+    gates = mx.broadcast_to(mx.exp(g.astype(mx.float32)), (batch, length, heads))
+    q, k, values = (cut(x.swapaxes(1, 2)) for x in (q * scale, k, v))
+    decayed = decay_by_head(q, k, cut(gates, padding=1))
+    state = mx.zeros((batch, heads, key_dim, v.shape[-1])) if h is None else h.astype(mx.float32)
+    state = state[:, :, None]
+    writes = decayed.keys_left.swapaxes(-1, -2) @ values
+    states = []
+    for n in range(q.shape[3]):
+        states.append(state)
+        state = state * decayed.whole[:, :, :, n] + writes[:, :, :, n]
+    y = mx.addmm(decayed.queries @ mx.stack(states, axis=3), decayed.query_products, values)
+    y = out_of_chunks(y, length).swapaxes(1, 2)
+    return y.astype(v.dtype), state.squeeze(2).astype(v.dtype)
+
+
+def _wkv7(
+    self: Any,
+    r: mx.array,
+    w: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    state: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """For `rwkv7.Rwkv7TimeMixing._wkv7`."""
+    rule = wkv7 if r.shape[1] >= PAYS else functools.partial(_stock["rwkv7"], self)
+    found: tuple[mx.array, mx.array] = rule(r, w, k, v, a, b, state)
+    return found
+
+
+def wkv7(
+    r: mx.array,
+    w: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    state: mx.array | None,
+) -> tuple[mx.array, mx.array]:
+    """All [B, T, H, D], the state [B, H, Dv, Dk]; gates are multiplied only, as in `delta`."""
+    batch, length, heads, dim = r.shape
+    dtype = r.dtype
+    longest = longest_chunk(dim, dim, by_key=True)
+    cut = functools.partial(in_chunks, longest=longest, key_heads=heads)
+    r, k, v, a, b = (cut(x) for x in (r, k, v, a, b))
+    w = cut(w, padding=1)
+    size = w.shape[-2]
+    parting = levels(size)
+    missing = 2 ** len(parting) - size
+    padded = mx.pad(w, [(0, 0)] * (w.ndim - 2) + [(0, missing), (0, 0)]) if missing else w
+    diagonal = mx.eye(size)
+    from_u = (r * b).sum(axis=-1, keepdims=True) * diagonal
+    from_v = (r * k).sum(axis=-1, keepdims=True) * diagonal
+    reads_u, reads_v = [], mx.zeros((size, size))
+    for i, level in enumerate(parting):
+        blocks = padded.reshape(*w.shape[:-2], -1, 2**i, dim)
+
+        entering = mx.cumprod(blocks, axis=-2, inclusive=False)
+        entered = mx.cumprod(blocks, axis=-2)
+        left = mx.cumprod(blocks, axis=-2, reverse=True, inclusive=False)
+        entering, entered, left = (
+            each.reshape(padded.shape)[..., :size, :] for each in (entering, entered, left)
+        )
+        written = mx.concatenate([b * left, k * left], axis=-2).swapaxes(-1, -2)
+        read = mx.concatenate([a * entering, r * entered], axis=-2)
+        products = read @ written
+        reads_u.append(-products[..., :size, :size] * level)
+        reads_v = reads_v + products[..., :size, size:] * level
+        from_u = from_u + products[..., size:, :size] * level
+        from_v = from_v + products[..., size:, size:] * level
+    start = mx.cumprod(w, axis=-2)
+    left = mx.cumprod(w, axis=-2, reverse=True, inclusive=False)
+    solved = inverse(reads_u)
+    u_alone = solved @ (reads_v @ v)
+    u_reads = solved @ (a * mx.cumprod(w, axis=-2, inclusive=False))
+    b_left, added = b * left, v.swapaxes(-1, -2) @ (k * left)
+    if state is None:
+        state = mx.zeros((batch, heads, dim, dim), dtype)
+    h = state.astype(mx.float32)[:, :, None]
+    states, us = [], []
+    for n in range(w.shape[3]):
+        u = mx.addmm(u_alone[:, :, :, n], u_reads[:, :, :, n], h.swapaxes(-1, -2))
+        states.append(h)
+        us.append(u)
+        kept = h * start[:, :, :, n, -1:] + added[:, :, :, n]
+        h = mx.addmm(kept, u.swapaxes(-1, -2), b_left[:, :, :, n])
+    y = (r * start) @ mx.stack(states, axis=3).swapaxes(-1, -2)
+    y = mx.addmm(y, from_u, mx.stack(us, axis=3)) + from_v @ v
+    return out_of_chunks(y, length).astype(dtype), h.squeeze(2).astype(state.dtype)
+
+
+PLACES = (
+    Place("recurrent_gemma", "rnn_scan", ("x", "a", "h0"), _rnn_scan),
+    Place(
+        "mamba",
+        "MambaBlock._process_sequence",
+        ("self", "x", "conv_cache", "state_cache"),
+        _mamba_sequence,
+    ),
+    Place("jamba", "JambaMambaMixer.ssm_step", ("self", "x", "A", "state"), _jamba_step),
+    Place("bailing_moe_linear", "recurrent_gla", ("q", "k", "v", "g", "scale", "h"), _gla),
+    Place(
+        "rwkv7",
+        "Rwkv7TimeMixing._wkv7",
+        ("self", "r", "w", "k", "v", "a", "b", "state"),
+        _wkv7,
+    ),
+)

@@ -17,7 +17,7 @@ from rewarm.api.page import FILES
 from tools.browser import Browser, browser, find_chromium
 
 from .support_server import Running, running
-from .test_cache_view import large_tree
+from .test_cache_view import fill
 
 in_a_browser = pytest.mark.skipif(
     find_chromium() is None, reason="no chromium: install Debian's package `chromium`"
@@ -283,12 +283,7 @@ def test_a_hidden_page_asks_for_nothing(page: Browser, server: Running) -> None:
 
 @in_a_browser
 def test_a_hundred_thousand_nodes_are_a_few_hundred_spans(page: Browser, server: Running) -> None:
-    cache = server.engine.cache
-    with cache._lock:
-        tree = cache._tree(None)
-        tree.root = large_tree(100_000).root
-        for node in tree.nodes():
-            cache.memory.count(node)
+    fill(server, 100_000)
     opened(page, server)
     page.wait(f"{SPANS} > 100")
     assert page.run(SPANS) <= 1000

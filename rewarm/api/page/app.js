@@ -37,7 +37,8 @@ async function look() {
     const changes = live?.cache
       ? JSON.stringify([live.cache.hits, live.cache.misses, live.cache.tokens, live.cache.checkpoints, live.cache.evictions])
       : null;
-    if ((changes === null || changes !== seen) && Date.now() - drawn >= TREE_EVERY) {
+    const loading = live !== null && !live.cache;
+    if (!loading && (changes === null || changes !== seen) && Date.now() - drawn >= TREE_EVERY) {
       drawn = Date.now();
       const last = live?.recent?.find((r) => r.own && r.prompt_tokens);
       const cache = await tree.refresh(last?.cached_tokens);

@@ -131,7 +131,7 @@ def manage_router(service: Service) -> APIRouter:
             service.tree.forget()
 
         await service.off_loop(exchange_of(request), forget)
-        service.activity.forget()
+        service.activity.hottest.forget()
         service.remembered.clear()
         log.info("the cache was cleared")
         return Json({"cleared": True})

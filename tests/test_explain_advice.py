@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from . import recorded
-from .support_server import END, Running, running
-from .test_explain import ask, explain
+from .explaining import ask, explain
+from .support_server import END, running
 
 MONDAY, FRIDAY = "2024-05-13 09:12:44", "2024-05-17 18:03:01"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(warm_ahead=False) as started:
-        yield started
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        client.delete("/v1/cache")
-        yield client
 
 
 def with_system(body: dict[str, Any], text: str) -> dict[str, Any]:

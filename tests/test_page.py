@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -225,6 +228,28 @@ def test_the_api_key_is_asked_for_and_kept_in_the_tab(page: Browser) -> None:
         assert page.run("localStorage.length") == 0
         assert page.run("document.cookie") == ""
     # Chromium writes every 401 to its console.
+    page.problems = [p for p in page.problems if "401" not in p]
+
+
+@in_a_browser
+@pytest.mark.parametrize("key", [None, "right"])
+def test_the_line_to_paste_is_answered_by_this_server(page: Browser, key: str | None) -> None:
+    curl, bash = shutil.which("curl"), shutil.which("bash")
+    if curl is None or bash is None:
+        pytest.skip("needs curl and bash")
+    with running(api_key=key, model_name="the harbour's") as server:
+        page.open(server.url)
+        page.run(f"sessionStorage.setItem('rewarm.key', {key!r})" if key else "0")
+        opened(page, server)
+        line = page.run("document.getElementById('curl').textContent")
+        assert "right" not in line
+        environment = {**os.environ, "REWARM_API_KEY": key or ""}
+        done = subprocess.run([bash, "-c", line], capture_output=True, env=environment)
+        sent = json.loads(done.stdout)
+        assert sent["object"] == "chat.completion", sent
+        assert sent["model"] == "the harbour's"
+        page.click("#copy")
+        page.wait("['Copied', 'Selected'].includes(document.getElementById('copy').textContent)")
     page.problems = [p for p in page.problems if "401" not in p]
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -116,6 +117,31 @@ def test_words_are_for_the_tenant_that_sent_them(server: Running, http: httpx.Cl
     assert inside["tree"]["nodes"]
     assert "label" not in json.dumps(inside)
     assert "used_last" not in json.dumps(inside)
+
+
+def test_a_salt_in_any_script_can_be_named(server: Running, http: httpx.Client) -> None:
+    ask(http, "Where is the crane?", cache_salt="港 50%")
+    assert "crane" in json.dumps(look(http, quote("港 50%")))
+
+
+def test_a_tenants_words_are_nowhere_else(server: Running, http: httpx.Client) -> None:
+    for _ in range(2):
+        ask(http, "Where is the zirconium crane?", cache_salt="theirs")
+    prying = {"messages": [SYSTEM, {"role": "user", "content": "Where is the zirconium "}]}
+    for salt in (None, "other", "theirs%20", "their", "*", "%00"):
+        headers = {"X-Cache-Salt": salt} if salt else {}
+        seen = [http.get(path, headers=headers) for path in ("/v1/live", "/v1/cache", "/metrics")]
+        spans = [node["id"] for node in seen[1].json()["tree"]["nodes"]]
+        seen += [http.get(f"/v1/cache?root={span}", headers=headers) for span in spans]
+        body = prying | ({"cache_salt": salt} if salt else {})
+        seen.append(http.post("/v1/cache/explain", json=body))
+        for reply in seen:
+            assert reply.status_code == 200, reply.text
+            assert "crane" not in reply.text
+            assert "theirs" not in reply.text.replace("theirs%20", "")
+        assert seen[-1].json()["miss"]["reason"] == "cold"
+    assert "crane" in http.get("/v1/live", headers={"X-Cache-Salt": "theirs"}).text
+    assert "crane" in http.get("/v1/cache", headers={"X-Cache-Salt": "theirs"}).text
 
 
 def test_a_reply_is_bounded_and_the_rest_is_counted(server: Running, http: httpx.Client) -> None:

@@ -35,13 +35,18 @@ def live_router(service: Service) -> APIRouter:
     @router.get("/v1/live", responses=errors(401))
     async def live(request: Request) -> Response:
         """Requests in flight and the last ones, hit rate, times to first token, bytes by tier."""
-        salt = unquote(request.headers.get(SALT_HEADER, "")) or None
+        salt = salt_of(request)
         body = happening(service, salt)
         # The cache's lock may be held for a while: not a wait for the event loop.
         body |= await service.off_loop(exchange_of(request), held, service, salt)
         return Json(body)
 
     return router
+
+
+def salt_of(request: Request) -> str | None:
+    """Whose words are asked for."""
+    return unquote(request.headers.get(SALT_HEADER, "")) or None
 
 
 def happening(service: Service, salt: str | None) -> dict[str, Any]:

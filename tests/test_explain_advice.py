@@ -167,6 +167,22 @@ def test_thinking_that_is_not_sent_back_in_a_tool_loop() -> None:
         assert explain(client, fixed)["advice"] == []
 
 
+@pytest.mark.parametrize("first", ["with", "without"])
+def test_thinking_that_one_request_has_and_another_has_not(
+    client: httpx.Client, first: str
+) -> None:
+    bare = recorded.request(messages=8)  # within a tool loop, where it counts
+    call = len(bare["messages"]) - 2
+    thinks = json.loads(json.dumps(bare))
+    thinks["messages"][call]["reasoning_content"] = "First I look up who that is."
+    before, sent = (thinks, bare) if first == "with" else (bare, thinks)
+    ask(client, before)
+    advice = only_advice(client, sent)
+    assert (advice["pattern"], advice["message"]) == ("thinking", call)
+    assert advice["field"] == "reasoning_content"
+    assert advice["tokens"] == saved(client, sent, before)
+
+
 def test_a_system_prompt_that_differs_per_request(client: httpx.Client) -> None:
     body = recorded.request(messages=2)
     ask(client, with_system(body, "You speak with Mia Li, a gold member. "))

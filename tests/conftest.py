@@ -14,10 +14,10 @@ import pytest
 
 from rewarm import accel  # loads the BLAS
 
-from .support_server import Running, running
-
 # As `Session` and the server do: what is promised is promised of models that run like this.
 accel.install()
+
+from .support_server import Running, running  # noqa: E402 (models are imported once that is done)
 
 SOAK = os.environ.get("REWARM_SOAK") == "1"
 

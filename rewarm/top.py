@@ -164,7 +164,7 @@ def _why(done: Seen) -> Text:
 
 
 def _hottest(prefixes: list[Seen]) -> Table:
-    table = _table("hottest", "hits", "tokens", "held", "")
+    table = _table("hottest", "hits", "tokens", "held", "tier", "")
     for prefix in prefixes[:MOST_PREFIXES]:
         label = prefix["label"]
         table.add_row(
@@ -172,6 +172,7 @@ def _hottest(prefixes: list[Seen]) -> Table:
             f"{prefix['hits']:,}",
             f"{prefix['tokens']:,}",
             decimal(prefix["bytes"]),
+            prefix["tier"],
             _last(label if label is not None else "of another salt", "dim"),
         )
     return table

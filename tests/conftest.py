@@ -1,19 +1,42 @@
 """Fixes what the tests' bits and speed depend on, before anything imports MLX."""
 
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
 
 # Tests run beside each other: more threads than cores would only wait for one another.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import httpx
 import hypothesis
+import pytest
 
 from rewarm import accel  # loads the BLAS
 
 # As `Session` and the server do: what is promised is promised of models that run like this.
 accel.install()
 
+from .support_server import Running, running  # noqa: E402 (models are imported once that is done)
+
 SOAK = os.environ.get("REWARM_SOAK") == "1"
 
 hypothesis.settings.register_profile("test", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000, database=None)
 hypothesis.settings.load_profile("soak" if SOAK else "test")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """One that does nothing but what it is asked to."""
+    with running(warm_ahead=False) as started:
+        yield started
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[httpx.Client]:
+    """Whoever asks first finds nothing in the cache."""
+    with server.client() as client:
+        client.delete("/v1/cache")
+        server.engine.requests.clear()
+        yield client

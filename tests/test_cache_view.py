@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -118,6 +119,31 @@ def test_words_are_for_the_tenant_that_sent_them(server: Running, http: httpx.Cl
     assert "used_last" not in json.dumps(inside)
 
 
+def test_a_salt_in_any_script_can_be_named(server: Running, http: httpx.Client) -> None:
+    ask(http, "Where is the crane?", cache_salt="港 50%")
+    assert "crane" in json.dumps(look(http, quote("港 50%")))
+
+
+def test_a_tenants_words_are_nowhere_else(server: Running, http: httpx.Client) -> None:
+    for _ in range(2):
+        ask(http, "Where is the zirconium crane?", cache_salt="theirs")
+    prying = {"messages": [SYSTEM, {"role": "user", "content": "Where is the zirconium "}]}
+    for salt in (None, "other", "theirs%20", "their", "*", "%00"):
+        headers = {"X-Cache-Salt": salt} if salt else {}
+        seen = [http.get(path, headers=headers) for path in ("/v1/live", "/v1/cache", "/metrics")]
+        spans = [node["id"] for node in seen[1].json()["tree"]["nodes"]]
+        seen += [http.get(f"/v1/cache?root={span}", headers=headers) for span in spans]
+        body = prying | ({"cache_salt": salt} if salt else {})
+        seen.append(http.post("/v1/cache/explain", json=body))
+        for reply in seen:
+            assert reply.status_code == 200, reply.text
+            assert "crane" not in reply.text
+            assert "theirs" not in reply.text.replace("theirs%20", "")
+        assert seen[-1].json()["miss"]["reason"] == "cold"
+    assert "crane" in http.get("/v1/live", headers={"X-Cache-Salt": "theirs"}).text
+    assert "crane" in http.get("/v1/cache", headers={"X-Cache-Salt": "theirs"}).text
+
+
 def test_a_reply_is_bounded_and_the_rest_is_counted(server: Running, http: httpx.Client) -> None:
     for i in range(12):
         ask(http, f"{i} boats?")
@@ -225,13 +251,18 @@ def large_tree(nodes: int) -> Tree:
     return tree
 
 
-def test_a_hundred_thousand_nodes_are_a_small_reply(server: Running, http: httpx.Client) -> None:
+def fill(server: Running, nodes: int) -> None:
+    """Put a large tree in the place of the tenant's who names no salt."""
     cache = server.engine.cache
     with cache._lock:
-        tree = cache._tree(None)
-        tree.root = large_tree(100_000).root
+        tree = cache._tree(cache._namespace)
+        tree.root = large_tree(nodes).root
         for node in tree.nodes():
             cache.memory.count(node)
+
+
+def test_a_hundred_thousand_nodes_are_a_small_reply(server: Running, http: httpx.Client) -> None:
+    fill(server, 100_000)
     reply = http.get("/v1/cache?limit=400", timeout=120)
     found = reply.json()["tree"]
     assert len(found["nodes"]) == 400
@@ -239,7 +270,7 @@ def test_a_hundred_thousand_nodes_are_a_small_reply(server: Running, http: httpx
     assert found["root"]["with_below"]["nodes"] == 100_000
     shown = sum(1 for node in found["nodes"] if node["tokens"])
     assert shown + sum(rest["nodes"] for rest in found["merged"]) == 100_000
-    assert sum("label" in node for node in found["nodes"]) <= tree_view.LABELS
+    assert sum("label" in node for node in found["nodes"]) == tree_view.LABELS
     http.delete("/v1/cache")
 
 

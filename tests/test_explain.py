@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +13,10 @@ from mlx_lm.models.cache import KVCache
 from rewarm.prompt.text import common_tokens
 
 from . import recorded, zoo
+from .explaining import ask, both, explain
 from .support_server import END, Running, running
 from .test_explain_cache import evict, evict_all
 from .tiny import tiny_model
-
-Reply = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(warm_ahead=False) as started:
-        yield started
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        client.delete("/v1/cache")
-        server.engine.requests.clear()
-        yield client
-
-
-def ask(client: httpx.Client, body: dict[str, Any]) -> Reply:
-    answer = client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    reply: Reply = answer.json()
-    return reply
-
-
-def explain(client: httpx.Client, body: dict[str, Any]) -> Reply:
-    answer = client.post("/v1/cache/explain", json=body)
-    assert answer.status_code == 200, answer.text
-    explained: Reply = answer.json()
-    return explained
-
-
-def both(client: httpx.Client, body: dict[str, Any]) -> Any:
-    """What explain says of a request, and that its reply then says the same."""
-    explained = explain(client, body)
-    told = ask(client, body)["rewarm"]
-    assert told["miss"] == explained["miss"]
-    for name in ("cached_tokens", "replayed_tokens", "prefilled_tokens"):
-        assert told[name] == explained[name]
-    return explained["miss"]
 
 
 def edited(body: dict[str, Any], message: int, content: str) -> dict[str, Any]:

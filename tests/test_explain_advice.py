@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from . import recorded
-from .support_server import END, Running, running
-from .test_explain import ask, explain
+from .explaining import ask, explain
+from .support_server import END, running
 
 MONDAY, FRIDAY = "2024-05-13 09:12:44", "2024-05-17 18:03:01"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(warm_ahead=False) as started:
-        yield started
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        client.delete("/v1/cache")
-        yield client
 
 
 def with_system(body: dict[str, Any], text: str) -> dict[str, Any]:
@@ -179,6 +165,22 @@ def test_thinking_that_is_not_sent_back_in_a_tool_loop() -> None:
         fixed = {**body, "messages": [*body["messages"], back, result]}
         assert advice["tokens"] == saved(client, sent, fixed) >= len(call)
         assert explain(client, fixed)["advice"] == []
+
+
+@pytest.mark.parametrize("first", ["with", "without"])
+def test_thinking_that_one_request_has_and_another_has_not(
+    client: httpx.Client, first: str
+) -> None:
+    bare = recorded.request(messages=8)  # within a tool loop, where it counts
+    call = len(bare["messages"]) - 2
+    thinks = json.loads(json.dumps(bare))
+    thinks["messages"][call]["reasoning_content"] = "First I look up who that is."
+    before, sent = (thinks, bare) if first == "with" else (bare, thinks)
+    ask(client, before)
+    advice = only_advice(client, sent)
+    assert (advice["pattern"], advice["message"]) == ("thinking", call)
+    assert advice["field"] == "reasoning_content"
+    assert advice["tokens"] == saved(client, sent, before)
 
 
 def test_a_system_prompt_that_differs_per_request(client: httpx.Client) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from rewarm.api.activity import RECENT, percentile
 from rewarm.remote import Remote
 
 from .support_server import Running, running
+from .test_explain_cache import evict, evict_all
 
 SYSTEM = "You keep the harbour. " * 8
 
@@ -151,6 +153,38 @@ def test_a_cleared_cache_has_no_hot_prefix(client: httpx.Client) -> None:
     assert live(client)["hottest"]
     client.delete("/v1/cache")
     assert live(client)["hottest"] == []
+
+
+def test_an_evicted_prefix_is_not_hot(server: Running, client: httpx.Client) -> None:
+    for question in ("one of many words", "one of many words", "another"):
+        ask(client, question)
+    server.settle()
+
+    def hot() -> set[int]:
+        return {p["tokens"] for p in live(client)["hottest"]}
+
+    before = hot()
+    assert len(before) > 1
+    evict(server.engine.cache, "checkpoint", max(before))
+    assert hot() == before - {max(before)}
+    evict_all(server.engine.cache)
+    assert hot() == set()
+
+
+@pytest.mark.parametrize("reuse", ["fast", "exact"])
+def test_a_prefix_that_the_disk_still_has_is_hot(tmp_path: Path, reuse: str) -> None:
+    options = {"reuse": reuse, "cache_options": {"disk": str(tmp_path)}}
+    with running(engine_options=options) as server, server.client() as client:
+        for question in ("one", "two", "three"):
+            ask(client, question)
+        server.settle()
+        server.engine.cache.flush()
+        hot = live(client)["hottest"][0]
+        assert (hot["tier"], hot["hits"] > 0) == ("memory", True)
+        evict_all(server.engine.cache)
+        cold = live(client)["hottest"][0]
+        assert (cold["tier"], cold["tokens"]) == ("disk", hot["tokens"])
+    server.engine.cache.close()
 
 
 def test_what_is_remembered_is_bounded(client: httpx.Client) -> None:

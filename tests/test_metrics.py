@@ -66,6 +66,28 @@ def test_the_dashboard_asks_for_nothing_that_is_not_exported(exported: str) -> N
     assert len(set(ids)) == len(ids)
 
 
+def test_the_dashboard_is_one_that_grafana_can_lay_out() -> None:
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    variables = {v["name"]: v for v in dashboard["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not cells & taken, panel["title"]
+        assert at["x"] + at["w"] <= 24, panel["title"]
+        taken |= cells
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        for asks in (panel, *panel["targets"]):
+            assert asks["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        names = [target["refId"] for target in panel["targets"]]
+        assert len(set(names)) == len(names), panel["title"]
+
+
 def test_every_metric_is_written_down_and_none_that_is_not_there(exported: str) -> None:
     written = set(NAME.findall((DOCS / "metrics.md").read_text()))
     assert written == names(exported)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -17,7 +20,7 @@ from rewarm.api.page import FILES
 from tools.browser import Browser, browser, find_chromium
 
 from .support_server import Running, running
-from .test_cache_view import large_tree
+from .test_cache_view import fill
 
 in_a_browser = pytest.mark.skipif(
     find_chromium() is None, reason="no chromium: install Debian's package `chromium`"
@@ -229,6 +232,28 @@ def test_the_api_key_is_asked_for_and_kept_in_the_tab(page: Browser) -> None:
 
 
 @in_a_browser
+@pytest.mark.parametrize("key", [None, "right"])
+def test_the_line_to_paste_is_answered_by_this_server(page: Browser, key: str | None) -> None:
+    curl, bash = shutil.which("curl"), shutil.which("bash")
+    if curl is None or bash is None:
+        pytest.skip("needs curl and bash")
+    with running(api_key=key, model_name="the harbour's") as server:
+        page.open(server.url)
+        page.run(f"sessionStorage.setItem('rewarm.key', {key!r})" if key else "0")
+        opened(page, server)
+        line = page.run("document.getElementById('curl').textContent")
+        assert "right" not in line
+        environment = {**os.environ, "REWARM_API_KEY": key or ""}
+        done = subprocess.run([bash, "-c", line], capture_output=True, env=environment)
+        sent = json.loads(done.stdout)
+        assert sent["object"] == "chat.completion", sent
+        assert sent["model"] == "the harbour's"
+        page.click("#copy")
+        page.wait("['Copied', 'Selected'].includes(document.getElementById('copy').textContent)")
+    page.problems = [p for p in page.problems if "401" not in p]
+
+
+@in_a_browser
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_fits_a_phone_in_light_and_dark(page: Browser, server: Running, dark: bool) -> None:
     opened(page, server, 390, 844)
@@ -283,12 +308,7 @@ def test_a_hidden_page_asks_for_nothing(page: Browser, server: Running) -> None:
 
 @in_a_browser
 def test_a_hundred_thousand_nodes_are_a_few_hundred_spans(page: Browser, server: Running) -> None:
-    cache = server.engine.cache
-    with cache._lock:
-        tree = cache._tree(None)
-        tree.root = large_tree(100_000).root
-        for node in tree.nodes():
-            cache.memory.count(node)
+    fill(server, 100_000)
     opened(page, server)
     page.wait(f"{SPANS} > 100")
     assert page.run(SPANS) <= 1000

@@ -1,4 +1,8 @@
-"""What polling `/v1/live` costs: the decode rate with it and without, in turns, and CPU time.
+"""What an open page costs: CPU time, and the decode rate with `/v1/live` polled and without.
+
+The page asks `/v1/live` every second, and for the tree every other one where something has changed.
+What that takes of a core is what it can take from the decode rate; unlike the rate, it can be
+measured on a machine that others use.
 
 .venv/bin/python tools/bench_live.py --rounds 6
 """
@@ -6,13 +10,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 
@@ -47,13 +52,24 @@ def decode_rate(url: str, polls_a_second: float) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Of all threads that are alive, to the nanosecond: ticks are longer than a poll."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def cost_of(pid: int, ask: Callable[[], object], times: int, before: Callable[[], object]) -> float:
+    """Milliseconds of CPU time that a question takes, without what happens before it."""
+    spent = 0.0
+    for _ in range(times):
+        before()
+        begun = cpu_seconds(pid)
+        ask()
+        spent += cpu_seconds(pid) - begun
+    return spent / times * 1e3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--polls", type=float, default=1.0, help="a second")
     parser.add_argument("--model", default="pocket")
@@ -75,12 +91,20 @@ def main() -> None:
         for i in range(70):  # so that every list is full
             body = {"prompt": f"{i} and a few words more", "max_tokens": 1}
             httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-        before = cpu_seconds(server.pid)
         with httpx.Client(base_url=url, timeout=60) as client:
-            for _ in range(500):
-                client.get("/v1/live").raise_for_status()
-        each = (cpu_seconds(server.pid) - before) / 500
-        print(f"CPU time of the server: {each * 1e3:.2f} ms a poll")
+
+            def change() -> None:
+                body = {"prompt": f"{time.perf_counter()} and more", "max_tokens": 1}
+                client.post("/v1/completions", json=body).raise_for_status()
+                time.sleep(0.05)  # what is done when the answer has been sent
+
+            live = cost_of(server.pid, lambda: client.get("/v1/live"), 200, lambda: None)
+            tree = cost_of(server.pid, lambda: client.get("/v1/cache?limit=250"), 50, change)
+        page = live * given.polls + tree / 2
+        print(
+            f"CPU time of the server: {live:.2f} ms a poll, {tree:.2f} ms a tree that has changed; "
+            f"a page takes {page / 1e3:.2%} of a core at most"
+        )
         ratios = []
         for i in range(given.rounds):
             order = (0.0, given.polls) if i % 2 else (given.polls, 0.0)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import httpx
 from bench_server import make_model, running, stream, text
+from rich.progress import track
 
 EVERY, TREE_EVERY = 1.0, 2.0
 ANSWER = 30_000
@@ -74,11 +75,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
         with running("rewarm", Path(folder)) as client:
-            for i in range(asked.prompts):
-                print(f"\rfilling the tree: {i + 1} of {asked.prompts}", end="", flush=True)
+            for _ in track(range(asked.prompts), "filling the tree", transient=True):
                 stream(client, text(200), 1)
-            spans = client.get("/v1/cache").json()["entries"]
-            print(f"\r{spans:,} spans in the tree           ")
+            print(f"{client.get('/v1/cache').json()['entries']:,} spans in the tree")
             measure(client, asked.turns, asked.seconds, asked.times)
 
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import xxhash
-
-from rewarm.cache.tree import Tokens
-
 from .exchange import Exchange
+from .hottest import Hottest
 from .usage import miss_object, replayed
-from .work import Run
 
 RECENT = 64
 FIRST_TOKENS = 512
@@ -24,8 +20,6 @@ STEP = 10
 """Seconds of a slot of the history."""
 SLOTS = 90
 SLOT_TIMES = 32
-KEPT_PREFIXES = 128
-LABEL_TOKENS = 48
 
 Stage = Literal["waiting", "prefilling", "decoding"]
 
@@ -62,21 +56,6 @@ class Slot:
     first_tokens: list[float] = field(default_factory=list)
 
 
-@dataclass
-class Prefix:
-    """A prefix that requests resumed from."""
-
-    salt: str | None
-    tokens: int
-    begins: list[int]
-    ends: list[int]
-    """Its first and last few tokens, for a label."""
-    kind: str | None
-    hits: int = 0
-    nbytes: int = 0
-    used: float = 0.0
-
-
 class Activity:
     """Requests in flight, the last ones, a short history, and the prefixes that were hit most."""
 
@@ -88,7 +67,7 @@ class Activity:
         self.history: deque[Slot] = deque(maxlen=SLOTS)
         self.total = Slot(0)
         self.replayed_tokens = 0
-        self._prefixes: OrderedDict[tuple[str | None, int], Prefix] = OrderedDict()
+        self.hottest = Hottest()
         self._numbers = itertools.count(1)
         self._number_of: dict[Exchange, int] = {}
 
@@ -125,14 +104,7 @@ class Activity:
         self.recent.append(done)
         self._count(done)
         for run in runs:
-            self._resumed(run)
-
-    def forget(self) -> None:
-        """The cache was cleared: no prefix is hot."""
-        self._prefixes.clear()
-
-    def hottest(self, most: int) -> list[Prefix]:
-        return sorted(self._prefixes.values(), key=lambda p: (-p.hits, -p.used))[:most]
+            self.hottest.resumed(run)
 
     def hit_rate(self, seconds: float) -> float | None:
         """Of the prompt tokens of the last so many seconds, the share that was not computed."""
@@ -157,29 +129,6 @@ class Activity:
             times = self.history[-1].first_tokens
             if len(times) < SLOT_TIMES:
                 times.append(done.ttft_ms)
-
-    def _resumed(self, run: Run) -> None:
-        report = run.report
-        if report is None or not report.match.resume:
-            return
-        prefix: Tokens = run.prompt.tokens[: report.match.resume]
-        key = (run.request.salt, xxhash.xxh3_64_intdigest(prefix.tobytes()))
-        known = self._prefixes.setdefault(
-            key,
-            Prefix(
-                run.request.salt,
-                len(prefix),
-                prefix[:LABEL_TOKENS].tolist(),
-                prefix[-LABEL_TOKENS:].tolist(),
-                report.resumed_at,
-            ),
-        )
-        known.hits += 1
-        known.nbytes = report.restored_bytes
-        known.used = time.time()
-        self._prefixes.move_to_end(key)
-        while len(self._prefixes) > KEPT_PREFIXES:
-            self._prefixes.popitem(last=False)
 
 
 def stage_of(exchange: Exchange) -> Stage:

@@ -17,8 +17,9 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.disk.figures import disk_figures
 from rewarm.errors import CacheClosed, NotReady
 
-from .activity import STEP, Activity, Finished, Prefix, percentile, share, stage_of
+from .activity import STEP, Activity, Finished, percentile, share, stage_of
 from .exchange import Exchange
+from .hottest import Prefix
 from .openapi import errors
 from .respond import Json, exchange_of
 from .service import Service
@@ -26,8 +27,6 @@ from .service import Service
 SALT_HEADER = "X-Cache-Salt"
 """Percent-encoded: a header holds no other letters than ASCII's."""
 HOTTEST = 10
-LABEL = 36
-"""Characters of each end of a label."""
 
 
 def live_router(service: Service) -> APIRouter:
@@ -36,13 +35,18 @@ def live_router(service: Service) -> APIRouter:
     @router.get("/v1/live", responses=errors(401))
     async def live(request: Request) -> Response:
         """Requests in flight and the last ones, hit rate, times to first token, bytes by tier."""
-        salt = unquote(request.headers.get(SALT_HEADER, "")) or None
+        salt = salt_of(request)
         body = happening(service, salt)
         # The cache's lock may be held for a while: not a wait for the event loop.
-        body |= await service.off_loop(exchange_of(request), held, service)
+        body |= await service.off_loop(exchange_of(request), held, service, salt)
         return Json(body)
 
     return router
+
+
+def salt_of(request: Request) -> str | None:
+    """Whose words are asked for."""
+    return unquote(request.headers.get(SALT_HEADER, "")) or None
 
 
 def happening(service: Service, salt: str | None) -> dict[str, Any]:
@@ -74,15 +78,16 @@ def happening(service: Service, salt: str | None) -> dict[str, Any]:
             "count": len(activity.first_tokens),
         },
         "history": _history(activity),
-        "hottest": [_prefix(service, p, salt) for p in activity.hottest(HOTTEST)],
     }
 
 
-def held(service: Service) -> dict[str, Any]:
+def held(service: Service, salt: str | None) -> dict[str, Any]:
     """What the engine and the cache know; nulls until the model is loaded."""
     try:
         stats, cache = service.engine.stats(), service.engine.cache
+        hottest = service.activity.hottest.held(cache, HOTTEST)
         return {
+            "hottest": [_prefix(service, prefix, salt) for prefix in hottest],
             "engine": {
                 "waiting": stats.waiting,
                 "prefilling": stats.prefilling,
@@ -97,7 +102,7 @@ def held(service: Service) -> dict[str, Any]:
             **_cache(cache),
         }
     except (NotReady, CacheClosed):
-        return {"engine": None, "tiers": {}, "cache": None}
+        return {"hottest": [], "engine": None, "tiers": {}, "cache": None}
 
 
 def _cache(cache: PrefixCache) -> dict[str, Any]:
@@ -198,19 +203,9 @@ def _prefix(service: Service, prefix: Prefix, salt: str | None) -> dict[str, Any
         "tokens": prefix.tokens,
         "hits": prefix.hits,
         "bytes": prefix.nbytes,
+        "tier": prefix.tier,
         "boundary": prefix.kind,
         "idle_s": round(time.time() - prefix.used, 1),
         "own": own,
-        "label": _label(service, prefix) if own else None,
+        "label": prefix.label(service.tokenizer) if own else None,
     }
-
-
-def _label(service: Service, prefix: Prefix) -> str:
-    """The first and the last words of a prefix."""
-    begins, ends = (
-        " ".join(str(service.tokenizer.decode(part, skip_special_tokens=True)).split())
-        for part in (prefix.begins, prefix.ends)
-    )
-    if prefix.tokens <= len(prefix.ends):
-        return ends[:LABEL]
-    return f"{begins[:LABEL]} … {ends[-LABEL:]}"

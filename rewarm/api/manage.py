@@ -16,7 +16,7 @@ from starlette.responses import Response
 from rewarm.errors import NotReady
 
 from .errors import bad_request
-from .live import SALT_HEADER
+from .live import SALT_HEADER, salt_of
 from .openapi import errors
 from .respond import Json, exchange_of
 from .service import Service
@@ -46,7 +46,7 @@ _ASKED: dict[str, Any] = {
         {
             "name": SALT_HEADER,
             "in": "header",
-            "description": "The salt whose prompts have their words; none: those without a salt.",
+            "description": "The salt, percent-encoded, whose words are shown; none: no salt.",
             "schema": {"type": "string"},
         },
     ]
@@ -131,7 +131,7 @@ def manage_router(service: Service) -> APIRouter:
             service.tree.forget()
 
         await service.off_loop(exchange_of(request), forget)
-        service.activity.forget()
+        service.activity.hottest.forget()
         service.remembered.clear()
         log.info("the cache was cleared")
         return Json({"cleared": True})
@@ -158,4 +158,4 @@ def _wish(request: Request) -> Wish:
     root = asked.get("root")
     if root is not None and not SPAN.fullmatch(root):
         raise bad_request(f"root={root[:80]!r}: give the id of a span of an earlier reply", "root")
-    return Wish(root=root, salt=request.headers.get(SALT_HEADER) or None, **numbers)
+    return Wish(root=root, salt=salt_of(request), **numbers)

@@ -9,11 +9,11 @@ both know a span, it is one row.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
+from struct import Struct
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from .tree import WIDTH, Node, Tree, agreement
 Column = npt.NDArray[np.int64]
 
 SLICE = 2048
-"""Nodes that are looked at while the lock is held: a few milliseconds."""
+"""Nodes that are looked at while the lock is held: about three milliseconds."""
 PAUSE = 2e-4
 """Seconds in which whoever waits for the lock gets it: one that is taken back at once would not
 be given to others."""
@@ -47,6 +47,8 @@ COLUMNS = (
 """`part` is how many tokens of its node lie before a row: a node that the other tier knows in part
 has several rows. `last_used` is the cache's clock, and seconds since 1970 where only the disk has
 the span."""
+PACKED, IN_MEMORY, ON_DISK = (Struct(row).pack for row in (f"{len(COLUMNS)}q", "11q24x", "8q24x3q"))
+"""A row's cells; padding is zeros, for the tier that has nothing."""
 
 Trees = Mapping[Namespace, Tree]
 
@@ -89,12 +91,11 @@ class Survey:
     @cached_property
     def sums(self) -> Column:
         """What a row and all below it have together, in the columns of `SUMMED`."""
-        own = np.stack([np.ones(len(self.keys), np.int64), *self._summed()], axis=1)
-        own[[0, *self.owners], 0] = 0
-        upto = np.vstack([np.zeros((1, own.shape[1]), np.int64), own.cumsum(axis=0)])
-        rows = np.arange(len(self.keys))
-        found: Column = upto[rows + self.size] - upto[rows]
-        return found
+        own = np.stack([np.ones(len(self.keys), np.int64), *self._summed()])
+        own[0, [0, *self.owners]] = 0
+        upto = _upto(own)
+        found: Column = upto[:, np.arange(len(self.keys)) + self.size] - upto[:, :-1]
+        return found.T
 
     def _summed(self) -> list[Column]:
         held = [self.cells[:, COLUMNS.index(f"memory {BYTES[0]}") + i] for i in range(6)]
@@ -123,8 +124,7 @@ class Children:
         parent, sums = survey.column("parent"), survey.sums
         rows = np.lexsort((-sums[:, SUMMED.index("tokens")], parent))[1:]  # not row 0: nobody's
         first = np.searchsorted(parent[rows], np.arange(len(parent) + 1))
-        upto = np.vstack([np.zeros((1, sums.shape[1]), np.int64), sums[rows].cumsum(axis=0)])
-        return Children(rows, first, upto)
+        return Children(rows, first, _upto(sums.T[:, rows]).T)
 
     def span(self, row: int) -> tuple[int, int]:
         return int(self.first[row]), int(self.first[row + 1])
@@ -135,15 +135,15 @@ class Children:
 
 
 @dataclass(slots=True)
-class _Branches:
-    """What goes on at a position, and is still to be looked at."""
+class _Place:
+    """A position at a row's end, and the branches that are still to be looked at there."""
 
     row: int
     at: int
     memory: list[Node]
     disk: list[Node]
     met: dict[bytes, Node] | None = None
-    """The disk's, by what they begin with."""
+    """The disk's, by what they begin with, while memory's are compared with them."""
 
 
 @dataclass
@@ -153,12 +153,11 @@ class Surveyor:
     entered: Callable[[], AbstractContextManager[None]]
     memory: Trees
     disk: Trees
-    cells: array[int] = field(default_factory=lambda: array("q"))
+    cells: bytearray = field(default_factory=bytearray)
     keys: list[bytes] = field(default_factory=list)
 
     def take(self, clock: Callable[[], int]) -> Survey:
         owners: dict[int, Namespace] = {}
-        sizes: dict[int, int] = {}
         self._note(-1, b"", 0)
         with self.entered():
             now = clock()
@@ -171,87 +170,100 @@ class Surveyor:
                 trees = [tree for tree in known if tree.root.children]
                 first = self._root(owners, namespace, trees) if trees else None
             if first is not None:
-                self._walk(first, sizes, whole=not trees[0].splits)
-        size = np.ones(len(self.keys), np.int64)
-        size[list(sizes)] = list(sizes.values())
-        size[0] = len(self.keys)
+                self._walk(first, whole=not trees[0].splits)
         cells = np.frombuffer(self.cells, np.int64).reshape(-1, len(COLUMNS))
-        return Survey(cells, size, self.keys, owners, now)
+        return Survey(cells, _sizes(cells[:, 0].tolist()), self.keys, owners, now)
 
     def _root(
         self, owners: dict[int, Namespace], namespace: Namespace, trees: list[Tree]
-    ) -> _Branches:
+    ) -> _Place:
         row = self._note(0, b"", 0, trees[0].root)
         owners[row] = namespace
         memory, disk = self.memory.get(namespace), self.disk.get(namespace)
         branches = [_after(tree.root, 0) if tree is not None else [] for tree in (memory, disk)]
-        return _Branches(row, 0, memory=branches[0], disk=branches[1])
+        return _Place(row, 0, memory=branches[0], disk=branches[1])
 
-    def _walk(self, first: _Branches, sizes: dict[int, int], whole: bool) -> None:
-        stack = [first]
-        while stack:
+    def _walk(self, first: _Place, whole: bool) -> None:
+        places = [first]
+        while places:
             with self.entered():
-                for _ in range(SLICE):
-                    top = stack[-1]
-                    if not (top.memory or top.disk):
-                        sizes[top.row] = len(self.keys) - top.row
-                        stack.pop()
-                        if not stack:
-                            break
-                    elif (below := self._look(top, whole)) is not None:
-                        stack.append(below)
+                upto = len(self.keys) + SLICE
+                while places and len(self.keys) < upto:
+                    if places[-1].memory and places[-1].disk:
+                        self._together(places, whole)
+                    else:
+                        self._alone(places, upto)
             time.sleep(PAUSE)
 
-    def _look(self, place: _Branches, whole: bool) -> _Branches | None:
-        """Take the next branch of a place: a row for the part that is one span in both tiers."""
-        at = place.at
-        memory = disk = None
-        if place.memory and not place.disk and place.memory[-1].start == at:
-            return self._whole(place.row, place.memory.pop())
-        if place.memory:
-            memory = _covering(place.memory.pop(), at)
-        elif place.met is not None:
+    def _together(self, places: list[_Place], whole: bool) -> None:
+        """Memory's next branch, and the disk's that begins like it: a row for what is one span in
+        both."""
+        place = places[-1]
+        at, memory = place.at, _covering(place.memory.pop(), place.at)
+        if place.met is None:
+            found = (_covering(node, at) for node in place.disk)
+            place.met = {_edge(node, at, whole): node for node in found if node is not None}
+        met = place.met.pop(_edge(memory, at, whole), None) if memory is not None else None
+        if not (place.memory and place.met):
             place.disk, place.met = list(place.met.values()), None
-            return None
-        else:
-            disk = _covering(place.disk.pop(), at)
-        if memory is not None and place.disk:
-            if place.met is None:
-                found = (_covering(node, at) for node in place.disk)
-                place.met = {_edge(node, at, whole): node for node in found if node is not None}
-            met = place.met.pop(_edge(memory, at, whole), None)
-            disk = _covering(met, at) if met is not None else None
-            if not place.met:
-                place.disk = []
-        node = memory or disk
-        if node is None:
-            return None  # gone meanwhile
-        key = _from(node, at)
-        if memory is not None and disk is not None:
+        if memory is None:
+            return
+        disk = _covering(met, at) if met is not None else None
+        key = _from(memory, at)
+        if disk is not None:
             other = _from(disk, at)
             if key != other:
                 key = key[: agreement(key, other) * WIDTH]
         row = self._note(place.row, key, at, memory, disk)
         end = at + len(key) // WIDTH
-        goes_on, below = _after(memory, end), _after(disk, end)
-        return _Branches(row, end, goes_on, below) if goes_on or below else None
+        further, below = _after(memory, end), _after(disk, end)
+        if further or below:
+            places.append(_Place(row, end, further, below))
 
-    def _whole(self, parent: int, node: Node) -> _Branches | None:
-        """A node that only memory has, as it is: the way of most, kept short."""
-        if node.parent is None:
-            return None
-        checkpoint, end = node.checkpoint, node.end
-        kind, state = (KIND[checkpoint.kind], checkpoint.nbytes) if checkpoint else (0, 0)
-        rows = node.rows.nbytes if node.rows is not None else 0
-        window = node.window.nbytes if node.window is not None else 0
-        start, used = node.start, (node.hits, node.last_used)
-        self.cells.extend(
-            (parent, node.number, 0, start, end - start, kind, *used, rows, window, state, 0, 0, 0)
-        )
-        self.keys.append(node.key)
-        if not node.children:
-            return None
-        return _Branches(len(self.keys) - 1, end, list(node.children.values()), [])
+    def _alone(self, places: list[_Place], upto: int) -> None:
+        """What one tier goes on with alone: the way of most nodes, so next to nothing is called
+        for each."""
+        place, keys, cells = places[-1], self.keys, self.cells
+        on_disk = not place.memory
+        nodes, pack = (place.disk, ON_DISK) if on_disk else (place.memory, IN_MEMORY)
+        while nodes and len(keys) < upto:
+            row, at, node = place.row, place.at, nodes.pop()
+            while True:  # down to where it parts
+                key = node.key
+                if node.start != at or node.parent is None:
+                    # Split or removed meanwhile, or the other tier has only its beginning.
+                    found = _covering(node, at)
+                    if found is None:
+                        break
+                    node, key = found, _from(found, at)
+                    row = self._note(row, key, at, *((None, node) if on_disk else (node, None)))
+                else:
+                    rows, window, checkpoint = node.rows, node.window, node.checkpoint
+                    cells += pack(
+                        row,
+                        node.number,
+                        0,
+                        at,
+                        len(key) // WIDTH,
+                        KIND[checkpoint.kind] if checkpoint is not None else 0,
+                        node.hits,
+                        node.last_used,
+                        rows.nbytes if rows is not None else 0,
+                        window.nbytes if window is not None else 0,
+                        checkpoint.nbytes if checkpoint is not None else 0,
+                    )
+                    row = len(keys)
+                    keys.append(key)
+                at += len(key) // WIDTH
+                if node.only is None or len(keys) >= upto:
+                    break
+                node = node.only
+            if node.parent is not None and node.children:
+                further = list(node.children.values())
+                places.append(_Place(row, at, *(([], further) if on_disk else (further, []))))
+                return
+        if not nodes:
+            places.pop()
 
     def _note(
         self, parent: int, key: bytes, at: int, memory: Node | None = None, disk: Node | None = None
@@ -267,9 +279,24 @@ class Surveyor:
             elif disk is not None and disk.checkpoint is not None and disk.end == end:
                 kind = KIND[disk.checkpoint.kind]
         held = _held(memory, at, end) + _held(disk, at, end)
-        self.cells.extend((parent, *name, at, tokens, kind, *seen, *held))
+        self.cells += PACKED(parent, *name, at, tokens, kind, *seen, *held)
         self.keys.append(key)
         return len(self.keys) - 1
+
+
+def _upto(columns: Column) -> Column:
+    """The sum of all before each, and of all."""
+    found: Column = np.zeros((columns.shape[0], columns.shape[1] + 1), np.int64)
+    columns.cumsum(axis=1, out=found[:, 1:])
+    return found
+
+
+def _sizes(parents: list[int]) -> Column:
+    """How many rows each has below it, with itself: parents come first."""
+    sizes = [1] * len(parents)
+    for row in range(len(parents) - 1, 0, -1):
+        sizes[parents[row]] += sizes[row]
+    return np.array(sizes, np.int64)
 
 
 def _covering(node: Node, at: int) -> Node | None:

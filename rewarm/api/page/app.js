@@ -37,7 +37,8 @@ async function look() {
     const changes = live?.cache
       ? JSON.stringify([live.cache.hits, live.cache.misses, live.cache.tokens, live.cache.checkpoints, live.cache.evictions])
       : null;
-    if ((changes === null || changes !== seen) && Date.now() - drawn >= TREE_EVERY) {
+    const loading = live !== null && !live.cache;
+    if (!loading && (changes === null || changes !== seen) && Date.now() - drawn >= TREE_EVERY) {
       drawn = Date.now();
       const last = live?.recent?.find((r) => r.own && r.prompt_tokens);
       const cache = await tree.refresh(last?.cached_tokens);
@@ -71,7 +72,30 @@ async function liveOrNot() {
 function say(state, model, busy = false) {
   byId("state").textContent = busy ? "working" : state;
   byId("state").className = `soft ${busy ? "busy" : state}`;
-  if (model) byId("model").textContent = model;
+  if (model && byId("model").textContent !== model) {
+    byId("model").textContent = model;
+    byId("curl").textContent = curlOf(model);
+  }
+}
+
+/** A line to paste: the same server, the same model. */
+function curlOf(model) {
+  const body = { model, messages: [{ role: "user", content: "What is 34 + 58?" }], max_tokens: 256 };
+  const key = hasKey() ? ` \\\n  -H "Authorization: Bearer $REWARM_API_KEY"` : "";
+  const quoted = JSON.stringify(body).replaceAll("'", "'\\''");
+  return `curl ${location.origin}/v1/chat/completions${key} \\\n  -H 'Content-Type: application/json' \\\n  -d '${quoted}'`;
+}
+
+/** Browsers give the clipboard to https and to this machine only; elsewhere the line is selected. */
+async function copyCurl() {
+  try {
+    await navigator.clipboard.writeText(byId("curl").textContent);
+    byId("copy").textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(byId("curl"));
+    byId("copy").textContent = "Selected";
+  }
+  setTimeout(() => { byId("copy").textContent = "Copy"; }, 1500);
 }
 
 for (const button of document.querySelectorAll("nav button")) {
@@ -83,8 +107,6 @@ for (const button of document.querySelectorAll("nav button")) {
   });
 }
 byId("forget-key").addEventListener("click", forgetKey);
-byId("curl").textContent = `curl ${location.origin}/v1/chat/completions \\
-  -H 'Content-Type: application/json' \\
-  -d '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}'`;
+byId("copy").addEventListener("click", copyCurl);
 document.addEventListener("visibilitychange", look);
 look();

@@ -27,7 +27,7 @@ function rate(live, done) {
 
 function firstToken(live, done) {
   byId("ttft").textContent = time(live.ttft_ms?.p50);
-  byId("ttft-note").textContent = live.ttft_ms?.p99 ? `median · 99% within ${time(live.ttft_ms.p99)}` : "";
+  byId("ttft-note").textContent = live.ttft_ms?.p99 ? `median · 99% within ${time(live.ttft_ms.p99)}` : "median";
   const timed = done.filter((r) => r.ttft_ms !== null);
   const most = Math.max(1, ...timed.slice(0, COLUMNS).map((r) => r.ttft_ms));
   columns(byId("ttft-chart"), timed, (request, height) => [["time", Math.max((height * request.ttft_ms) / most, 1)]]);
@@ -77,11 +77,12 @@ function held(tiers) {
 }
 
 function requests(done) {
-  const rows = done.slice(0, ROWS).map((request) => make("tr", {},
-    make("td", {}, `${count(request.prompt_tokens)} tokens`),
-    make("td", {}, bar(costOf(request))),
-    make("td", {}, time(request.ttft_ms)),
-    make("td", { title: whyAtLength(request.miss) }, reason(request)),
+  const cell = { role: "cell" };  // said: on a phone they are no table to the browser
+  const rows = done.slice(0, ROWS).map((request) => make("tr", { role: "row" },
+    make("td", cell, `${count(request.prompt_tokens)} tokens`),
+    make("td", cell, bar(costOf(request))),
+    make("td", cell, time(request.ttft_ms)),
+    make("td", { ...cell, title: whyAtLength(request.miss) }, reason(request)),
   ));
   const body = byId("requests").tBodies[0];
   if (!rows.length) rows.push(make("tr", {}, make("td", { colspan: "4" }, "None yet.")));

@@ -111,7 +111,7 @@ export class Tree {
       y += share;
     }
     svg.append(...this.over);
-    if (!this.places.length) svg.append(draw("text", { x: 0, y: 22 }, "Nothing yet: ask something."));
+    if (!this.places.length) svg.append(draw("text", { class: "none", x: 0, y: 22 }, "Nothing yet: ask something."));
     this.element.replaceChildren(svg);
     if (this.here && !this.places.some((p) => p.id === this.here)) this.here = null;
     this._mark();

@@ -245,7 +245,7 @@ def test_what_was_cleared_is_not_kept_alive_by_the_index() -> None:
 
 
 def test_a_result_is_read_back_as_it_was_and_drawn(tmp_path: Path) -> None:
-    result = Result("chat", "pocket", {"turns": 2}, {"device": "cpu"})
+    result = Result("chat", "pocket", "rewarm bench chat --turns 2", {"device": "cpu"})
     result.sheet("turns", "turn", "hit").add(1, "50%")
     plot = result.plot("Hit by turn", "turn", "%")
     plot.add("rewarm <1>", 1, 50)

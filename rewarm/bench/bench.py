@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.console import Console
@@ -18,14 +18,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rewarm.prompt import ChatRenderer
 
 from .archs import vocabulary
+from .client import Answered
+from .figures import ratios
 from .models import RANDOM, placed, tokenizer_of
-from .result import Result, machine
-from .sides import Side, running
+from .result import Result
+from .sides import Side, command, other, rewarm
 
 WORDS = ["river", "stone", "winter", "market", "garden", "letter", "window", "harbour", "bridge"]
 WORDS += ["summer", "lantern", "copper", "island", "morning", "thunder", "basket", "mirror"]
 
 Messages = list[dict[str, Any]]
+
+NO_WARM = ("--no-warm-ahead",)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -46,13 +52,15 @@ class Bench:
     @contextmanager
     def sides(self, *extra: Sequence[str]) -> Iterator[list[Side]]:
         """Rewarm, once for each set of options, and the peer, all running."""
+        waiting = [rewarm(self.place, options) for options in extra or ((),)]
+        if self.peer:
+            waiting.append(other(self.peer, self.place))
         with ExitStack() as stack:
-            found = []
-            for options in extra or ((),):
-                name = " ".join(["rewarm", *options])
-                found.append(stack.enter_context(running(name, self.place, options)))
-            if self.peer:
-                found.append(stack.enter_context(running(self.peer, self.place)))
+            with self.steps("starting servers", len(waiting)) as step:
+                found = []
+                for side in waiting:
+                    found.append(stack.enter_context(side))
+                    step()
             yield found
 
     @property
@@ -86,6 +94,16 @@ class Bench:
         }
 
     @contextmanager
+    def ending(self, summary: Callable[[], None]) -> Iterator[None]:
+        """`summary` at the end; where Ctrl-C comes first, of what is done by then."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            summary()
+            raise
+        summary()
+
+    @contextmanager
     def steps(self, what: str, total: int) -> Iterator[Callable[[], None]]:
         task = self.progress.add_task(what, total=total)
         try:
@@ -94,44 +112,61 @@ class Bench:
             self.progress.remove_task(task)
 
 
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def in_turns(sides: Sequence[T], i: int) -> list[T]:
+    """Another one first each time: what disturbs the machine disturbs all of them."""
+    at = i % len(sides)
+    return [*sides[at:], *sides[:at]]
+
+
+def compare_ttft(bench: Bench, got: Sequence[tuple[Side, list[Answered]]]) -> None:
+    """Every peer beside every one of ours, request by request, as far as both came."""
+    for peer, theirs in got:
+        for side, ours in got:
+            if side.ours and not peer.ours and ours and theirs:
+                found = ratios([r.ttft for r in ours], [r.ttft for r in theirs])
+                bench.result.figures[f"TTFT: {peer.name} over {side.name}, by request"] = str(found)
+
+
 def run(
     scenario: Callable[[Bench], None],
-    name: str,
-    model: str,
+    result: Result,
     *,
     peer: str | None = None,
     rounds: int = 3,
     json: Path | None = None,
     plot: Path | None = None,
-    options: dict[str, Any] | None = None,
 ) -> Result:
     """Run a scenario; what is done is shown and kept, however it ends."""
     from .svg import draw_all
 
-    console = Console()
-    result = Result(name, model, {k: v for k, v in (options or {}).items() if v}, machine())
+    if peer is not None:
+        command(peer, "", 0)  # what is wrong with it is said before anything is loaded
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    began = time.perf_counter()
+    began, interrupted = time.perf_counter(), False
     try:
         with Progress(
             *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
         ) as progress:
-            bench = Bench(result, model, peer, rounds, progress)
-            if model:
-                with bench.steps(f"preparing {model}", 1), placed(model) as place:
-                    bench.place = place
-                    scenario(bench)
-            else:
+            bench = Bench(result, result.model, peer, rounds, progress)
+            with ExitStack() as stack:
+                if result.model:
+                    with bench.steps(f"preparing {result.model}", 1):
+                        bench.place = stack.enter_context(placed(result.model))
                 scenario(bench)
         result.complete = True
     except KeyboardInterrupt:
-        pass
+        interrupted = True
     finally:
         result.seconds = time.perf_counter() - began
-        result.show(console)
-        if json is not None:
+        if result.measured or interrupted:
+            result.show(Console())
+        if json is not None and result.measured:
             result.save(json)
-        if plot is not None:
+        if plot is not None and result.measured:
             plot.parent.mkdir(parents=True, exist_ok=True)
             plot.write_text(draw_all(result.plots))
     return result

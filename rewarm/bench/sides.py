@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import os
+import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -12,16 +15,23 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rewarm.errors import InvalidOption, NotReady
 
-from .client import ask, delete, get, read_metric
+from .client import Answered, ask, delete, get, read_metric
 
 LOADING = 600.0
 """Seconds until a server must be ready."""
+
+STOPPING = 30.0
+"""Seconds that a server may take to stop when it is asked to."""
+
+DEFAULT_MODEL = "default_model"
+"""What mlx-lm's server calls the model that it was started with; Rewarm takes any name."""
 
 # With the BLAS that Rewarm runs on, or the comparison would be one of BLAS libraries. Every time
 # its cache takes something in, it leaves a note of how many bytes that holds.
@@ -49,6 +59,19 @@ class Side:
     url: str
     note: Path
     ours: bool
+    model: str = DEFAULT_MODEL
+    """The name by which requests ask for its model."""
+
+    def ask(
+        self, messages: list[dict[str, Any]], max_tokens: int, more: dict[str, Any] | None = None
+    ) -> Answered:
+        try:
+            return ask(self.url, messages, max_tokens, {"model": self.model, **(more or {})})
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")[:300]
+            raise NotReady(f"{self.name!r} answered {error.code}: {said}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise NotReady(f"{self.name!r} does not answer: {error}") from error
 
     def settle(self) -> None:
         """Until nothing is computed ahead any more: a person would still be reading."""
@@ -78,62 +101,124 @@ class Side:
             delete(f"{self.url}/v1/cache")
 
 
-def command(name: str, model: str, port: int, extra: Sequence[str] = ()) -> list[str]:
-    """`name`: "rewarm", "mlx-lm", or a command line with {model} and {port}."""
-    if name.startswith("rewarm"):
-        words = ["-m", "rewarm", "serve", model, "--port", str(port), *extra]
-        return [sys.executable, *words]
-    if name == "mlx-lm":
+def command(peer: str, model: str, port: int) -> list[str]:
+    """`peer`: "mlx-lm", or a command line with {model} and {port}."""
+    if peer == "mlx-lm":
         words = ["-c", MLX_LM, "--model", model, "--port", str(port), "--log-level", "ERROR"]
         return [sys.executable, *words]
-    if "{port}" not in name:
-        raise InvalidOption(
-            f'--peer {name!r}: give "mlx-lm", or a command with {{model}} and {{port}} in it'
-        )
-    return [word.format(model=model, port=port) for word in shlex.split(name)]
+    usage = 'give "mlx-lm", or a command with {model} and {port} in it'
+    for place in re.findall(r"\{\w*\}", peer):
+        if place not in ("{model}", "{port}"):
+            raise InvalidOption(f"--peer {peer!r}: {place} stands for nothing; {usage}")
+    if "{port}" not in peer:
+        raise InvalidOption(f"--peer {peer!r}: it is not told its port; {usage}")
+    try:
+        words = shlex.split(peer)
+    except ValueError as error:
+        raise InvalidOption(f"--peer {peer!r}: {error}") from error
+    return [w.replace("{model}", model).replace("{port}", str(port)) for w in words]
 
 
 @contextmanager
-def running(name: str, model: str, extra: Sequence[str] = ()) -> Iterator[Side]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def rewarm(model: str, options: Sequence[str] = ()) -> Iterator[Side]:
+    """Our own server, with these options."""
+    name = " ".join(["rewarm", *options])
+    port = _free_port()
+    words = ["-m", "rewarm", "serve", model, "--port", str(port), *options]
+    with _running([sys.executable, *words], name, port, ours=True) as side:
+        yield _awake(side)
+
+
+@contextmanager
+def other(peer: str, model: str) -> Iterator[Side]:
+    """Named "peer" where it is a command, which is too long for a table."""
+    port = _free_port()
+    known = peer == "mlx-lm"
+    name = peer if known else "peer"
+    with _running(command(peer, model, port), name, port, ours=False) as side:
+        called = DEFAULT_MODEL if known else _model_name(side.url, model)
+        yield _awake(replace(side, model=called))
+
+
+@contextmanager
+def _running(words: list[str], name: str, port: int, *, ours: bool) -> Iterator[Side]:
     with tempfile.TemporaryDirectory(prefix="rewarm-bench-") as folder:
         note, said = Path(folder) / "bytes", Path(folder) / "said"
         environment = {**os.environ, "REWARM_BENCH_BYTES": str(note)}
         with said.open("wb") as output:
-            process = subprocess.Popen(
-                command(name, model, port, extra),
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is the bench's, which then stops it in order
-            )
-        side = Side(name, f"http://127.0.0.1:{port}", note, name.startswith("rewarm"))
+            try:
+                process = subprocess.Popen(
+                    words,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C is the bench's, which then stops it in order
+                )
+            except OSError as error:
+                raise InvalidOption(f"{shlex.join(words)} cannot be started: {error}") from error
+        side = Side(name, f"http://127.0.0.1:{port}", note, ours)
         try:
             _wait_until_ready(side, process, said)
-            ask(side.url, [{"role": "user", "content": "Hello."}], 2)
-            side.settle()
             yield side
         finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            _stop(process)
+
+
+def _awake(side: Side) -> Side:
+    """What comes with a first request is none of the scenario's."""
+    side.ask([{"role": "user", "content": "Hello."}], 2)
+    side.settle()
+    return side
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """With all that it has started: a command may be a shell, or a tool that runs another."""
+    try:
+        _signal(process, signal.SIGTERM)
+        process.wait(STOPPING)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # Ctrl-C again: at once, then
+        pass
+    finally:
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def _wait_until_ready(side: Side, process: subprocess.Popen[bytes], said: Path) -> None:
     until = time.monotonic() + LOADING
     while time.monotonic() < until:
         if process.poll() is not None:
-            last = said.read_text(errors="replace").strip().splitlines()[-5:]
-            raise NotReady(f"{side.name} ended with {process.returncode}: {' | '.join(last)}")
+            how = f"ended with {process.returncode} before it was ready"
+            raise NotReady(f"{side.name!r} {how}{_last_words(said)}")
         if _answers(side.url):
             return
         time.sleep(0.1)
-    raise NotReady(f"{side.name} was not ready within {LOADING:.0f} s")
+    how = f"answered neither /health nor /v1/models on {side.url} within {LOADING:.0f} s"
+    raise NotReady(f"{side.name!r} {how}{_last_words(said)}")
+
+
+def _last_words(said: Path) -> str:
+    last = said.read_text(errors="replace").strip().splitlines()[-5:]
+    return ". It said last:" + "".join(f"\n  {line}" for line in last) if last else ""
+
+
+def _model_name(url: str, model: str) -> str:
+    """As this server calls it, where its list of models leaves no doubt."""
+    try:
+        found = [str(each["id"]) for each in get(f"{url}/v1/models")["data"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return DEFAULT_MODEL
+    return model if model in found else found[0] if len(found) == 1 else DEFAULT_MODEL
 
 
 def _answers(url: str) -> bool:
@@ -145,6 +230,6 @@ def _answers(url: str) -> bool:
         except urllib.error.HTTPError as error:
             if error.code != 404:
                 return False
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
     return False

@@ -82,16 +82,22 @@ class Bench:
         return " ".join(self.draw.choices(WORDS, k=max(1, round(tokens / each)))) + "."
 
     def endings(self, answer: int) -> dict[str, Any]:
-        """Fields with which a random model ends its answers by itself, after `answer` tokens or so:
-        only such an answer is followed by anything that could be prepared for."""
+        """Fields with which a random model ends its answers by itself, after `answer` tokens or so,
+        the first third of them thoughts: only such an answer is followed by anything that could be
+        prepared for."""
         if not self.model.startswith(RANDOM):
             return {}
-        size = vocabulary(self.model.removeprefix(RANDOM))
-        bias = math.log(size / answer)
-        return {
-            "temperature": 1.0,
-            "logit_bias": {str(self.tokenizer.eos_token_id): round(bias, 3)},
-        }
+        even = math.log(vocabulary(self.model.removeprefix(RANDOM)) / answer)
+        bias = {self.tokenizer.eos_token_id: even}
+        fields: dict[str, Any] = {"temperature": 1.0}
+        if self.tokenizer.has_thinking:
+            (closes,) = self.tokenizer.encode(self.tokenizer.think_end, add_special_tokens=False)
+            bias[closes] = even + math.log(2)
+            # Once is enough. mlx-lm looks back over so many tokens only.
+            for kind in ("presence", "frequency"):
+                fields[f"{kind}_penalty"] = 2.0
+                fields[f"{kind}_context_size"] = 4 * answer
+        return {**fields, "logit_bias": {str(token): round(b, 3) for token, b in bias.items()}}
 
     @contextmanager
     def ending(self, summary: Callable[[], None]) -> Iterator[None]:

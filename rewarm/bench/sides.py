@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ LOADING = 600.0
 
 STOPPING = 30.0
 """Seconds that a server may take to stop when it is asked to."""
+
+BEGINNING = 0.5
+"""Seconds after an answer within which warm-ahead begins, if at all."""
 
 DEFAULT_MODEL = "default_model"
 """What mlx-lm's server calls the model that it was started with; Rewarm takes any name."""
@@ -51,7 +54,7 @@ main()
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Side:
     """A server that runs."""
 
@@ -61,6 +64,8 @@ class Side:
     ours: bool
     model: str = DEFAULT_MODEL
     """The name by which requests ask for its model."""
+    ahead: int = 0
+    """Tokens computed ahead when it was last looked at."""
 
     def ask(
         self, messages: list[dict[str, Any]], max_tokens: int, more: dict[str, Any] | None = None
@@ -74,9 +79,18 @@ class Side:
             raise NotReady(f"{self.name!r} does not answer: {error}") from error
 
     def settle(self) -> None:
-        """Until nothing is computed ahead any more: a person would still be reading."""
-        while self.ours and read_metric(self.url, "rewarm_warm_ahead_waiting"):
-            time.sleep(0.02)
+        """Until what is computed ahead is done: a person would still be reading. It begins a moment
+        after the answer, or never."""
+        if not self.ours or "--no-warm-ahead" in self.name:
+            return
+        until = time.monotonic() + BEGINNING
+        while True:
+            ahead = self.warm_tokens()
+            waiting = read_metric(self.url, "rewarm_warm_ahead_waiting")
+            if not waiting and (ahead > self.ahead or time.monotonic() > until):
+                self.ahead = ahead
+                return
+            time.sleep(0.01)
 
     def held(self) -> int | None:
         """Bytes that its cache holds; None where it does not say."""
@@ -136,8 +150,9 @@ def other(peer: str, model: str) -> Iterator[Side]:
     known = peer == "mlx-lm"
     name = peer if known else "peer"
     with _running(command(peer, model, port), name, port, ours=False) as side:
-        called = DEFAULT_MODEL if known else _model_name(side.url, model)
-        yield _awake(replace(side, model=called))
+        if not known:
+            side.model = _model_name(side.url, model)
+        yield _awake(side)
 
 
 @contextmanager

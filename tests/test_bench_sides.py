@@ -84,6 +84,7 @@ def wait_for(notes: Path, lines: int, process: subprocess.Popen[str]) -> list[st
 def test_any_server_can_be_a_peer_and_is_stopped_with_all_it_started(tmp_path: Path) -> None:
     peer, notes = server(tmp_path)
     with other(peer, "some/model") as side:
+        side.wake("some/model")
         reply = side.ask([{"role": "user", "content": "Hello?"}], 4)
         assert (reply.text, reply.prompt, reply.counted) == ("Yes.", 10, False)
     pid, *models = notes.read_text().splitlines()
@@ -122,8 +123,11 @@ def test_a_command_that_is_none_says_so() -> None:
 
 def test_a_peer_that_ends_at_once_is_quoted() -> None:
     dies = f"""{sys.executable} -c 'print("no weights there"); raise SystemExit(3)' {{port}}"""
-    with pytest.raises(NotReady, match=r"(?s)ended with 3.*no weights there"), other(dies, ""):
-        pass
+    with (
+        pytest.raises(NotReady, match=r"(?s)ended with 3.*no weights there"),
+        other(dies, "") as side,
+    ):
+        side.wake("")
 
 
 def test_a_peer_that_never_answers_is_given_up_and_stopped(
@@ -133,13 +137,18 @@ def test_a_peer_that_never_answers_is_given_up_and_stopped(
     notes = tmp_path / "pid"
     idle = f"sh -c 'echo $$ > {notes}; echo loading; sleep 600' {{port}}"
     silent = pytest.raises(NotReady, match=r"(?s)neither /health nor /v1/models.*loading")
-    with silent, other(idle, ""):
-        pass
+    with silent, other(idle, "") as side:
+        side.wake("")
     assert is_gone(int(notes.read_text()))
 
 
-@pytest.mark.parametrize("scenario", ["chat", "burst"])
-def test_ctrl_c_keeps_what_is_done_and_stops_the_servers(scenario: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scenario", "number"),
+    [("chat", signal.SIGINT), ("burst", signal.SIGINT), ("branch", signal.SIGTERM)],
+)
+def test_ctrl_c_keeps_what_is_done_and_stops_the_servers(
+    scenario: str, number: signal.Signals, tmp_path: Path
+) -> None:
     peer, notes = server(tmp_path)
     out, plot = tmp_path / "out.json", tmp_path / "out.svg"
     many = ["--rounds", "1000", "--system", "50"] if scenario == "burst" else ["--turns", "1000"]
@@ -157,7 +166,7 @@ def test_ctrl_c_keeps_what_is_done_and_stops_the_servers(scenario: str, tmp_path
     )
     # Its process, the first request of all, and then those of a round or more.
     pid = int(wait_for(notes, 9, process)[0])
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     said, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -52,14 +54,14 @@ class Bench:
     @contextmanager
     def sides(self, *extra: Sequence[str]) -> Iterator[list[Side]]:
         """Rewarm, once for each set of options, and the peer, all running."""
-        waiting = [rewarm(self.place, options) for options in extra or ((),)]
+        starting = [rewarm(self.place, options) for options in extra or ((),)]
         if self.peer:
-            waiting.append(other(self.peer, self.place))
+            starting.append(other(self.peer, self.place))
         with ExitStack() as stack:
-            with self.steps("starting servers", len(waiting)) as step:
-                found = []
-                for side in waiting:
-                    found.append(stack.enter_context(side))
+            found = [stack.enter_context(side) for side in starting]
+            with self.steps("starting servers", len(found)) as step:
+                for side in found:
+                    side.wake(self.place)
                     step()
             yield found
 
@@ -83,21 +85,16 @@ class Bench:
 
     def endings(self, answer: int) -> dict[str, Any]:
         """Fields with which a random model ends its answers by itself, after `answer` tokens or so,
-        the first third of them thoughts: only such an answer is followed by anything that could be
-        prepared for."""
+        and its thoughts somewhere before: only such an answer is followed by anything that could be
+        prepared for. Lengths are drawn: what one turn shows is chance, what forty show is not."""
         if not self.model.startswith(RANDOM):
             return {}
         even = math.log(vocabulary(self.model.removeprefix(RANDOM)) / answer)
-        bias = {self.tokenizer.eos_token_id: even}
-        fields: dict[str, Any] = {"temperature": 1.0}
+        bias = {str(self.tokenizer.eos_token_id): round(even, 3)}
         if self.tokenizer.has_thinking:
             (closes,) = self.tokenizer.encode(self.tokenizer.think_end, add_special_tokens=False)
-            bias[closes] = even + math.log(2)
-            # Once is enough. mlx-lm looks back over so many tokens only.
-            for kind in ("presence", "frequency"):
-                fields[f"{kind}_penalty"] = 2.0
-                fields[f"{kind}_context_size"] = 4 * answer
-        return {**fields, "logit_bias": {str(token): round(b, 3) for token, b in bias.items()}}
+            bias[str(closes)] = round(even + math.log(2), 3)
+        return {"temperature": 1.0, "logit_bias": bias}
 
     @contextmanager
     def ending(self, summary: Callable[[], None]) -> Iterator[None]:
@@ -116,6 +113,19 @@ class Bench:
             yield lambda: self.progress.advance(task)
         finally:
             self.progress.remove_task(task)
+
+
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """Whoever is told to end ends in order too: servers that nobody stops would run on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -154,9 +164,12 @@ def run(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     began, interrupted = time.perf_counter(), False
     try:
-        with Progress(
-            *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
-        ) as progress:
+        with (
+            _ended_as_by_ctrl_c(),
+            Progress(
+                *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
+            ) as progress,
+        ):
             bench = Bench(result, result.model, peer, rounds, progress)
             with ExitStack() as stack:
                 if result.model:

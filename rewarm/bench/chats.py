@@ -175,6 +175,7 @@ def restart(bench: Bench, turns: int, answer: int) -> None:
             history: Messages = [system]
             for life in (questions[:turns], questions[turns:]):
                 with running() as side:
+                    side.wake(bench.place)
                     for question in life:
                         history.append(user(question))
                         reply = side.ask(history, answer)

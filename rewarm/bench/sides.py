@@ -33,12 +33,16 @@ STOPPING = 30.0
 BEGINNING = 0.5
 """Seconds after an answer within which warm-ahead begins, if at all."""
 
+MLX_LM = "mlx-lm"
+
+NOTE, SAID = "bytes", "said"
+
 DEFAULT_MODEL = "default_model"
 """What mlx-lm's server calls the model that it was started with; Rewarm takes any name."""
 
 # With the BLAS that Rewarm runs on, or the comparison would be one of BLAS libraries. Every time
 # its cache takes something in, it leaves a note of how many bytes that holds.
-MLX_LM = """
+MLX_LM_SERVER = """
 import os, sys
 import rewarm
 from mlx_lm.models.cache import LRUPromptCache
@@ -56,16 +60,27 @@ main()
 
 @dataclass
 class Side:
-    """A server that runs."""
+    """A server that was started."""
 
     name: str
     url: str
-    note: Path
     ours: bool
+    process: subprocess.Popen[bytes]
+    folder: Path
+    """Where it leaves what it says, and a note of the bytes that it holds."""
     model: str = DEFAULT_MODEL
     """The name by which requests ask for its model."""
     ahead: int = 0
     """Tokens computed ahead when it was last looked at."""
+
+    def wake(self, place: str) -> None:
+        """Until it is ready. What comes with a first request is none of the scenario's.
+        `place`: its model, as it was started with."""
+        _wait_until_ready(self)
+        if not self.ours and self.name != MLX_LM:
+            self.model = _model_name(self.url, place)
+        self.ask([{"role": "user", "content": "Hello."}], 2)
+        self.settle()
 
     def ask(
         self, messages: list[dict[str, Any]], max_tokens: int, more: dict[str, Any] | None = None
@@ -74,9 +89,9 @@ class Side:
             return ask(self.url, messages, max_tokens, {"model": self.model, **(more or {})})
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")[:300]
-            raise NotReady(f"{self.name!r} answered {error.code}: {said}") from error
+            raise NotReady(f"{self.name} answered {error.code}: {said}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise NotReady(f"{self.name!r} does not answer: {error}") from error
+            raise NotReady(f"{self.name} does not answer: {error}") from error
 
     def settle(self) -> None:
         """Until what is computed ahead is done: a person would still be reading. It begins a moment
@@ -98,7 +113,7 @@ class Side:
             kinds = get(f"{self.url}/v1/cache")["bytes"]["memory"]
             return sum(int(n) for kind, n in kinds.items() if kind != "index")
         try:
-            return int(self.note.read_text())
+            return int((self.folder / NOTE).read_text())
         except (OSError, ValueError):
             return None
 
@@ -117,8 +132,8 @@ class Side:
 
 def command(peer: str, model: str, port: int) -> list[str]:
     """`peer`: "mlx-lm", or a command line with {model} and {port}."""
-    if peer == "mlx-lm":
-        words = ["-c", MLX_LM, "--model", model, "--port", str(port), "--log-level", "ERROR"]
+    if peer == MLX_LM:
+        words = ["-c", MLX_LM_SERVER, "--model", model, "--port", str(port), "--log-level", "ERROR"]
         return [sys.executable, *words]
     usage = 'give "mlx-lm", or a command with {model} and {port} in it'
     for place in re.findall(r"\{\w*\}", peer):
@@ -135,55 +150,42 @@ def command(peer: str, model: str, port: int) -> list[str]:
 
 @contextmanager
 def rewarm(model: str, options: Sequence[str] = ()) -> Iterator[Side]:
-    """Our own server, with these options."""
-    name = " ".join(["rewarm", *options])
+    """Our own server, with these options; `wake` it before it is asked."""
     port = _free_port()
     words = ["-m", "rewarm", "serve", model, "--port", str(port), *options]
+    name = " ".join(["rewarm", *options])
     with _running([sys.executable, *words], name, port, ours=True) as side:
-        yield _awake(side)
+        yield side
 
 
 @contextmanager
 def other(peer: str, model: str) -> Iterator[Side]:
     """Named "peer" where it is a command, which is too long for a table."""
     port = _free_port()
-    known = peer == "mlx-lm"
-    name = peer if known else "peer"
+    name = peer if peer == MLX_LM else "peer"
     with _running(command(peer, model, port), name, port, ours=False) as side:
-        if not known:
-            side.model = _model_name(side.url, model)
-        yield _awake(side)
+        yield side
 
 
 @contextmanager
 def _running(words: list[str], name: str, port: int, *, ours: bool) -> Iterator[Side]:
-    with tempfile.TemporaryDirectory(prefix="rewarm-bench-") as folder:
-        note, said = Path(folder) / "bytes", Path(folder) / "said"
-        environment = {**os.environ, "REWARM_BENCH_BYTES": str(note)}
-        with said.open("wb") as output:
+    with tempfile.TemporaryDirectory(prefix="rewarm-bench-") as made:
+        folder = Path(made)
+        with (folder / SAID).open("wb") as output:
             try:
                 process = subprocess.Popen(
                     words,
                     stdout=output,
                     stderr=output,
-                    env=environment,
+                    env={**os.environ, "REWARM_BENCH_BYTES": str(folder / NOTE)},
                     start_new_session=True,  # Ctrl-C is the bench's, which then stops it in order
                 )
             except OSError as error:
                 raise InvalidOption(f"{shlex.join(words)} cannot be started: {error}") from error
-        side = Side(name, f"http://127.0.0.1:{port}", note, ours)
         try:
-            _wait_until_ready(side, process, said)
-            yield side
+            yield Side(name, f"http://127.0.0.1:{port}", ours, process, folder)
         finally:
             _stop(process)
-
-
-def _awake(side: Side) -> Side:
-    """What comes with a first request is none of the scenario's."""
-    side.ask([{"role": "user", "content": "Hello."}], 2)
-    side.settle()
-    return side
 
 
 def _free_port() -> int:
@@ -209,21 +211,21 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def _wait_until_ready(side: Side, process: subprocess.Popen[bytes], said: Path) -> None:
+def _wait_until_ready(side: Side) -> None:
     until = time.monotonic() + LOADING
     while time.monotonic() < until:
-        if process.poll() is not None:
-            how = f"ended with {process.returncode} before it was ready"
-            raise NotReady(f"{side.name!r} {how}{_last_words(said)}")
+        if side.process.poll() is not None:
+            how = f"ended with {side.process.returncode} before it was ready"
+            raise NotReady(f"{side.name} {how}{_last_words(side)}")
         if _answers(side.url):
             return
         time.sleep(0.1)
     how = f"answered neither /health nor /v1/models on {side.url} within {LOADING:.0f} s"
-    raise NotReady(f"{side.name!r} {how}{_last_words(said)}")
+    raise NotReady(f"{side.name} {how}{_last_words(side)}")
 
 
-def _last_words(said: Path) -> str:
-    last = said.read_text(errors="replace").strip().splitlines()[-5:]
+def _last_words(side: Side) -> str:
+    last = (side.folder / SAID).read_text(errors="replace").strip().splitlines()[-5:]
     return ". It said last:" + "".join(f"\n  {line}" for line in last) if last else ""
 
 

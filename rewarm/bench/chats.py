@@ -29,7 +29,7 @@ class Talk:
         """Not taken into the history."""
         endings = self.bench.endings(answer)
         reply = self.side.ask(messages, 4 * answer if endings else answer, endings)
-        self.side.settle()
+        self.side.settle(reply)
         self.replies.append(reply)
         self.asked.append(self.bench.tokens(messages))
         return reply

@@ -24,6 +24,7 @@ class Answered:
     cached: int = 0
     counted: bool = False
     """Whether the server says how many tokens were cached: not all do."""
+    finish: str = ""
     text: str = ""
     reasoning: str = ""
     times: list[float] = field(default_factory=list)
@@ -112,6 +113,7 @@ def _take(answer: Answered, event: dict[str, Any], now: float) -> None:
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
         answer.text += text
         answer.reasoning += thought
+        answer.finish = choice.get("finish_reason") or answer.finish
         # A tool call, and a token that is no text yet, come without text: the end counts as well.
         if text or thought or delta.get("tool_calls") or choice.get("finish_reason"):
             answer.times.append(now)

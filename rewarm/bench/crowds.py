@@ -114,7 +114,7 @@ def agent(bench: Bench, name: str, recorded: list[Messages], answer: int) -> Non
             for i, messages in enumerate(prompts):
                 for side in in_turns(sides, i):
                     reply = side.ask(messages, answer)
-                    side.settle()
+                    side.settle(reply)
                     got[side.name].append(reply)
                     hits.add(side.name, i + 1, 100 * hit(reply))
                     times.add(side.name, i + 1, 1e3 * reply.ttft)

@@ -30,8 +30,8 @@ LOADING = 600.0
 STOPPING = 30.0
 """Seconds that a server may take to stop when it is asked to."""
 
-BEGINNING = 0.5
-"""Seconds after an answer within which warm-ahead begins, if at all."""
+BEGINNING = 3.0
+"""Seconds after an answer within which warm-ahead begins, if at all: on a busy machine, late."""
 
 MLX_LM = "mlx-lm"
 
@@ -79,8 +79,7 @@ class Side:
         _wait_until_ready(self)
         if not self.ours and self.name != MLX_LM:
             self.model = _model_name(self.url, place)
-        self.ask([{"role": "user", "content": "Hello."}], 2)
-        self.settle()
+        self.settle(self.ask([{"role": "user", "content": "Hello."}], 2))
 
     def ask(
         self, messages: list[dict[str, Any]], max_tokens: int, more: dict[str, Any] | None = None
@@ -93,10 +92,11 @@ class Side:
         except (OSError, http.client.HTTPException) as error:
             raise NotReady(f"{self.name} does not answer: {error}") from error
 
-    def settle(self) -> None:
-        """Until what is computed ahead is done: a person would still be reading. It begins a moment
-        after the answer, or never."""
-        if not self.ours or "--no-warm-ahead" in self.name:
+    def settle(self, reply: Answered) -> None:
+        """Until what is computed ahead after this reply is done: a person would still be reading.
+        It begins a moment after an answer that ended by itself, and never after others."""
+        ended = reply.finish in ("stop", "tool_calls")
+        if not self.ours or not ended or "--no-warm-ahead" in self.name:
             return
         until = time.monotonic() + BEGINNING
         while True:

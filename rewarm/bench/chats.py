@@ -25,18 +25,18 @@ class Talk:
         self.asked: list[list[int]] = []
         """The prompts so far, as tokens."""
 
-    def ask(self, messages: Messages, answer: int) -> Answered:
-        """Not taken into the history."""
-        endings = self.bench.endings(answer)
+    def ask(self, messages: Messages, answer: int, *, ends: bool = False) -> Answered:
+        """Not taken into the history. `ends`: the answer ends by itself, or is cut there."""
+        endings = self.bench.endings(answer) if ends else {}
         reply = self.side.ask(messages, 4 * answer if endings else answer, endings)
         self.side.settle(reply)
         self.replies.append(reply)
         self.asked.append(self.bench.tokens(messages))
         return reply
 
-    def say(self, question: str, answer: int) -> Answered:
+    def say(self, question: str, answer: int, *, ends: bool = False) -> Answered:
         self.history.append(user(question))
-        reply = self.ask(self.history, answer)
+        reply = self.ask(self.history, answer, ends=ends)
         self.history.append(reply.message)
         return reply
 
@@ -70,7 +70,7 @@ def chat(bench: Bench, turns: int, answer: int, system: int, memory: str | None 
         ):
             for turn in range(turns):
                 for talk in in_turns(talks, turn):
-                    reply, name = talk.say(questions[turn], answer), talk.side.name
+                    reply, name = talk.say(questions[turn], answer, ends=True), talk.side.name
                     nbytes = talk.side.held()
                     hits.add(name, turn + 1, 100 * hit(reply))
                     times.add(name, turn + 1, 1e3 * reply.ttft)

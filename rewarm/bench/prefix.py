@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -52,7 +52,7 @@ def prefix(bench: Bench, lengths: list[int], http: bool) -> None:
     )
     speed = bench.result.sheet(
         "restore, beside one copy of its bytes: the least (the median)",
-        *("tokens", "MB", "restore ms", "one copy ms", "times one copy"),
+        *("tokens", "MB", "restore ms", "one copy ms", "into memory at hand", "times one copy"),
     )
     with (
         engine(bench.place) as running,
@@ -164,37 +164,47 @@ def _rows(bench: Bench, sheet: Sheet, length: int, rounds: dict[str, list[Report
 
 
 class _Restores:
-    """Restores and copies in turns. A copy goes into memory that MLX has at hand: on a CPU, fresh
-    memory is paid for page by page, and more dearly than the copy itself."""
+    """Restores and copies in turns: MLX's into fresh memory, which a restore needs too and which a
+    CPU pays for page by page, more dearly than for the copy itself; and a plain one into memory
+    that is at hand, which is the machine's bandwidth."""
 
     def __init__(self) -> None:
         self.took: list[float] = []
         self.copies: list[float] = []
+        self.fresh: list[float] = []
         self.nbytes = 0
 
     def take(self, running: Engine, prompt: Any, boundaries: list[Boundary]) -> None:
         report = _ask(running, prompt, boundaries)
         self.took.append(report.restore_ms)
         self.nbytes = report.restored_bytes
-        # Keys and values, as they are restored.
-        sources = [mx.random.uniform(shape=(max(self.nbytes // 8, 1),)) for _ in range(2)]
-        mx.eval(sources)
+        source = np.ones(max(self.nbytes, 1), np.uint8)
+        at_hand = np.zeros_like(source)
+        array = mx.array(source)
+        mx.eval(array)
         for _ in range(3):
-            began = time.perf_counter()
-            mx.eval([detached([source], 0) for source in sources])
-            self.copies.append((time.perf_counter() - began) * 1e3)
+            self.copies.append(_ms(lambda: np.copyto(at_hand, source)))
+            mx.clear_cache()
+            self.fresh.append(_ms(lambda: mx.eval(detached([array], 0))))
 
     def row(self, sheet: Sheet, length: int) -> None:
         if self.took:
-            took, copy = Spread.of(self.took), Spread.of(self.copies)
+            took, copy, fresh = (Spread.of(v) for v in (self.took, self.copies, self.fresh))
             sheet.add(
                 f"{length:,}",
                 f"{self.nbytes / 1e6:.1f}",
                 f"{took.least:.2f} ({took.median:.2f})",
+                f"{fresh.least:.2f} ({fresh.median:.2f})",
                 f"{copy.least:.2f} ({copy.median:.2f})",
                 # What disturbs a run only adds to it.
-                f"{took.least / copy.least:.2f}",
+                f"{took.least / fresh.least:.2f}",
             )
+
+
+def _ms(do: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    do()
+    return (time.perf_counter() - began) * 1e3
 
 
 def _over_http(bench: Bench, lengths: list[int]) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rewarm.bench.figures import Spread, amplification, ratios, trie_size
+from rewarm.bench.client import Answered, hit, shown
+from rewarm.bench.figures import Spread, amplification, common, ratios, trie_size
 from rewarm.bench.policies import budgets
 from rewarm.bench.profiles import Profile, profile
 from rewarm.bench.report import write
@@ -60,6 +61,27 @@ def test_amplification_is_one_where_nothing_is_computed_twice() -> None:
 def test_ratios_are_taken_round_by_round() -> None:
     found = ratios(ours=[1.0, 10.0, 2.0], theirs=[2.0, 20.0, 8.0])
     assert found == Spread(2.0, 2.0, 4.0)
+
+
+def test_ratios_of_an_interrupted_run_are_of_the_rounds_that_both_have() -> None:
+    assert ratios(ours=[1.0, 1.0], theirs=[3.0]) == Spread(3.0, 3.0, 3.0)
+
+
+def test_what_two_prompts_begin_with_is_counted() -> None:
+    assert common([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert common([1, 2], [1, 2, 3]) == 2
+    assert common([7], []) == 0
+
+
+def test_hits_are_weighed_by_tokens_and_unknown_where_a_server_keeps_them_to_itself() -> None:
+    short, long = (
+        Answered(prompt=10, cached=0, counted=True),
+        Answered(prompt=90, cached=60, counted=True),
+    )
+    assert hit(short, long) == 0.6
+    assert shown(hit(short, long)) == "60.0%"
+    assert shown(hit(short, Answered(prompt=10))) == "-"
+    assert shown(hit()) == "-"
 
 
 def test_budgets_double_over_a_range() -> None:
@@ -284,7 +306,7 @@ def test_what_was_cleared_is_not_kept_alive_by_the_index() -> None:
 
 
 def test_a_result_is_read_back_as_it_was_and_drawn(tmp_path: Path) -> None:
-    result = Result("chat", "pocket", {"turns": 2}, {"device": "cpu"})
+    result = Result("chat", "pocket", "rewarm bench chat --turns 2", {"device": "cpu"})
     result.sheet("turns", "turn", "hit").add(1, "50%")
     plot = result.plot("Hit by turn", "turn", "%")
     plot.add("rewarm <1>", 1, 50)
@@ -315,7 +337,9 @@ def test_bench_runs_a_trace_from_the_command_line(tmp_path: Path) -> None:
         app, ["bench", "trace", str(file), "--memory", "64MB..128MB", "--json", str(out)]
     )
     assert done.exit_code == 0, done.output
-    rows = Result.load(out).sheets[0].rows
+    result = Result.load(out)
+    assert result.command == f"rewarm bench trace {file} --memory 64MB..128MB"
+    rows = result.sheets[0].rows
     assert [row[0] for row in rows] == ["0.064 GB"] * 3 + ["0.128 GB"] * 3
 
 

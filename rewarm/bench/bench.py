@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.console import Console
@@ -18,14 +20,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rewarm.prompt import ChatRenderer
 
 from .archs import vocabulary
+from .client import Answered
+from .figures import ratios
 from .models import RANDOM, placed, tokenizer_of
-from .result import Result, machine
-from .sides import Side, running
+from .result import Result
+from .sides import Side, command, other, rewarm
 
 WORDS = ["river", "stone", "winter", "market", "garden", "letter", "window", "harbour", "bridge"]
 WORDS += ["summer", "lantern", "copper", "island", "morning", "thunder", "basket", "mirror"]
 
 Messages = list[dict[str, Any]]
+
+NO_WARM = ("--no-warm-ahead",)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -46,13 +54,15 @@ class Bench:
     @contextmanager
     def sides(self, *extra: Sequence[str]) -> Iterator[list[Side]]:
         """Rewarm, once for each set of options, and the peer, all running."""
+        starting = [rewarm(self.place, options) for options in extra or ((),)]
+        if self.peer:
+            starting.append(other(self.peer, self.place))
         with ExitStack() as stack:
-            found = []
-            for options in extra or ((),):
-                name = " ".join(["rewarm", *options])
-                found.append(stack.enter_context(running(name, self.place, options)))
-            if self.peer:
-                found.append(stack.enter_context(running(self.peer, self.place)))
+            found = [stack.enter_context(side) for side in starting]
+            with self.steps("starting servers", len(found)) as step:
+                for side in found:
+                    side.wake(self.place)
+                    step()
             yield found
 
     @property
@@ -74,16 +84,27 @@ class Bench:
         return " ".join(self.draw.choices(WORDS, k=max(1, round(tokens / each)))) + "."
 
     def endings(self, answer: int) -> dict[str, Any]:
-        """Fields with which a random model ends its answers by itself, after `answer` tokens or so:
-        only such an answer is followed by anything that could be prepared for."""
+        """Fields with which a random model ends its answers by itself, after `answer` tokens or so,
+        and its thoughts somewhere before: only such an answer is followed by anything that could be
+        prepared for. Lengths are drawn: what one turn shows is chance, what forty show is not."""
         if not self.model.startswith(RANDOM):
             return {}
-        size = vocabulary(self.model.removeprefix(RANDOM))
-        bias = math.log(size / answer)
-        return {
-            "temperature": 1.0,
-            "logit_bias": {str(self.tokenizer.eos_token_id): round(bias, 3)},
-        }
+        even = math.log(vocabulary(self.model.removeprefix(RANDOM)) / answer)
+        bias = {str(self.tokenizer.eos_token_id): round(even, 3)}
+        if self.tokenizer.has_thinking:
+            (closes,) = self.tokenizer.encode(self.tokenizer.think_end, add_special_tokens=False)
+            bias[str(closes)] = round(even + math.log(2), 3)
+        return {"temperature": 1.0, "logit_bias": bias}
+
+    @contextmanager
+    def ending(self, summary: Callable[[], None]) -> Iterator[None]:
+        """`summary` at the end; where Ctrl-C comes first, of what is done by then."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            summary()
+            raise
+        summary()
 
     @contextmanager
     def steps(self, what: str, total: int) -> Iterator[Callable[[], None]]:
@@ -94,44 +115,77 @@ class Bench:
             self.progress.remove_task(task)
 
 
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """Whoever is told to end ends in order too: servers that nobody stops would run on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def in_turns(sides: Sequence[T], i: int) -> list[T]:
+    """Another one first each time: what disturbs the machine disturbs all of them."""
+    at = i % len(sides)
+    return [*sides[at:], *sides[:at]]
+
+
+def compare_ttft(bench: Bench, got: Sequence[tuple[Side, list[Answered]]]) -> None:
+    """Every peer beside every one of ours, request by request, as far as both came."""
+    for peer, theirs in got:
+        for side, ours in got:
+            if side.ours and not peer.ours and ours and theirs:
+                found = ratios([r.ttft for r in ours], [r.ttft for r in theirs])
+                bench.result.figures[f"TTFT: {peer.name} over {side.name}, by request"] = str(found)
+
+
 def run(
     scenario: Callable[[Bench], None],
-    name: str,
-    model: str,
+    result: Result,
     *,
     peer: str | None = None,
     rounds: int = 3,
     json: Path | None = None,
     plot: Path | None = None,
-    options: dict[str, Any] | None = None,
 ) -> Result:
     """Run a scenario; what is done is shown and kept, however it ends."""
     from .svg import draw_all
 
-    console = Console()
-    result = Result(name, model, {k: v for k, v in (options or {}).items() if v}, machine())
+    if peer is not None:
+        command(peer, "", 0)  # what is wrong with it is said before anything is loaded
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    began = time.perf_counter()
+    began, interrupted = time.perf_counter(), False
     try:
-        with Progress(
-            *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
-        ) as progress:
-            bench = Bench(result, model, peer, rounds, progress)
-            if model:
-                with bench.steps(f"preparing {model}", 1), placed(model) as place:
-                    bench.place = place
-                    scenario(bench)
-            else:
+        with (
+            _ended_as_by_ctrl_c(),
+            Progress(
+                *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
+            ) as progress,
+        ):
+            bench = Bench(result, result.model, peer, rounds, progress)
+            with ExitStack() as stack:
+                if result.model:
+                    with bench.steps(f"preparing {result.model}", 1):
+                        bench.place = stack.enter_context(placed(result.model))
                 scenario(bench)
         result.complete = True
     except KeyboardInterrupt:
-        pass
+        interrupted = True
     finally:
         result.seconds = time.perf_counter() - began
-        result.show(console)
-        if json is not None:
+        if result.measured or interrupted:
+            result.show(Console())
+        if json is not None and result.measured:
             result.save(json)
-        if plot is not None:
+        if plot is not None and result.measured:
             plot.parent.mkdir(parents=True, exist_ok=True)
             plot.write_text(draw_all(result.plots))
     return result

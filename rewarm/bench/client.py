@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
-
-from rewarm.errors import NotReady
 
 PATIENCE = 1800.0
 """Seconds that an answer may take: a long prompt on a slow machine is no error."""
@@ -24,6 +22,9 @@ class Answered:
     tokens: int = 0
     prompt: int = 0
     cached: int = 0
+    counted: bool = False
+    """Whether the server says how many tokens were cached: not all do."""
+    finish: str = ""
     text: str = ""
     reasoning: str = ""
     times: list[float] = field(default_factory=list)
@@ -34,10 +35,6 @@ class Answered:
     @property
     def prefilled(self) -> int:
         return self.prompt - self.cached
-
-    @property
-    def hit(self) -> float:
-        return self.cached / self.prompt if self.prompt else 0.0
 
     @property
     def message(self) -> dict[str, Any]:
@@ -51,9 +48,8 @@ class Answered:
 def ask(
     url: str, messages: list[dict[str, Any]], max_tokens: int, more: dict[str, Any] | None = None
 ) -> Answered:
-    """`more`: other fields of the request."""
+    """`more`: other fields of the request, the model's name among them where it matters."""
     body: dict[str, Any] = {
-        "model": "default_model",
         "messages": messages,
         "max_tokens": max_tokens,
         "temperature": 0.0,
@@ -68,17 +64,26 @@ def ask(
     )
     answer = Answered()
     began = time.perf_counter()
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    _take(answer, json.loads(line[6:]), time.perf_counter())
-    except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace")[:300]
-        raise NotReady(f"{url} answered {error.code}: {said}") from error
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                _take(answer, json.loads(line[6:]), time.perf_counter())
     answer.total = time.perf_counter() - began
     answer.ttft = (answer.times[0] - began) if answer.times else answer.total
     return answer
+
+
+def hit(*replies: Answered) -> float:
+    """The share of their prompts' tokens that was not computed; NaN where a server keeps it to
+    itself."""
+    prompt = sum(r.prompt for r in replies)
+    if not prompt or not all(r.counted for r in replies):
+        return math.nan
+    return sum(r.cached for r in replies) / prompt
+
+
+def shown(share: float) -> str:
+    return "-" if math.isnan(share) else f"{share:.1%}"
 
 
 def get(url: str) -> Any:
@@ -108,6 +113,7 @@ def _take(answer: Answered, event: dict[str, Any], now: float) -> None:
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
         answer.text += text
         answer.reasoning += thought
+        answer.finish = choice.get("finish_reason") or answer.finish
         # A tool call, and a token that is no text yet, come without text: the end counts as well.
         if text or thought or delta.get("tool_calls") or choice.get("finish_reason"):
             answer.times.append(now)
@@ -115,7 +121,7 @@ def _take(answer: Answered, event: dict[str, Any], now: float) -> None:
     if usage:
         answer.prompt = int(usage.get("prompt_tokens") or 0)
         answer.tokens = int(usage.get("completion_tokens") or 0)
-        details = usage.get("prompt_tokens_details") or {}
-        answer.cached = int(details.get("cached_tokens") or 0)
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        answer.cached, answer.counted = int(cached or 0), cached is not None
     if event.get("rewarm"):
         answer.timings = dict(event["rewarm"].get("timings") or {})

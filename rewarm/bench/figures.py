@@ -29,8 +29,16 @@ class Spread:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """How many times less `ours` is, round by round: what disturbed a round disturbed both."""
-    return Spread.of(b / a for a, b in zip(ours, theirs, strict=True))
+    """How many times less `ours` is, round by round: what disturbed a round disturbed both. The
+    rounds that both have: one may have been interrupted."""
+    return Spread.of(b / a for a, b in zip(ours, theirs, strict=False))
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(np.asarray(a[:length]) != np.asarray(b[:length]))
+    return int(differ[0]) if len(differ) else length
 
 
 def trie_size(prompts: Iterable[Sequence[int] | Tokens]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rewarm.cache.memory import parse_size
@@ -67,24 +68,30 @@ def compare(bench: Bench, wanted: Wanted) -> None:
     )
     hits = result.plot("Token hit rate", "budget, GB", "%", log_x=True)
     work = result.plot("Prefill amplification", "budget, GB", "", log_x=True)
+
+    def rows(budget: int, outcomes: dict[str, Outcome]) -> None:
+        for name, outcome in outcomes.items():
+            sheet.add(
+                f"{budget / 1e9:g} GB",
+                name,
+                f"{outcome.hit_rate:.2%}",
+                f"{outcome.amplification:.2f}",
+                f"{outcome.flops_saved / outcome.flops_all:.1%}",
+                f"{outcome.checkpoint_bytes / max(outcome.held_bytes, 1):.0%}",
+                gap_closed(outcomes) if name == "rewarm" else "",
+            )
+            hits.add(name, budget / 1e9, 100 * outcome.hit_rate)
+            work.add(name, budget / 1e9, outcome.amplification)
+
     with bench.steps("replaying", len(wanted.budgets) * len(wanted.policies)) as step:
         for budget in wanted.budgets:
             outcomes: dict[str, Outcome] = {}
-            for policy in wanted.policies:
-                outcomes[policy] = replay(trace, wanted.profile, budget, policy, trie_tokens=trie)
-                step()
-            for name, outcome in outcomes.items():
-                sheet.add(
-                    f"{budget / 1e9:g} GB",
-                    name,
-                    f"{outcome.hit_rate:.2%}",
-                    f"{outcome.amplification:.2f}",
-                    f"{outcome.flops_saved / outcome.flops_all:.1%}",
-                    f"{outcome.checkpoint_bytes / max(outcome.held_bytes, 1):.0%}",
-                    gap_closed(outcomes) if name == "rewarm" else "",
-                )
-                hits.add(name, budget / 1e9, 100 * outcome.hit_rate)
-                work.add(name, budget / 1e9, outcome.amplification)
+            with bench.ending(partial(rows, budget, outcomes)):
+                for policy in wanted.policies:
+                    outcomes[policy] = replay(
+                        trace, wanted.profile, budget, policy, trie_tokens=trie
+                    )
+                    step()
 
 
 def gap_closed(outcomes: dict[str, Outcome]) -> str:

@@ -41,13 +41,10 @@ def write(folder: Path) -> Path:
 
 def _section(result: Result) -> str:
     about = ", ".join(f"{k} {v}" for k, v in result.machine.items())
-    options = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in result.options.items())
     parts = [
         f"<h2>{escape(result.scenario)}: {escape(result.model)}</h2>",
-        f'<p class="note">{escape(about)}<br><code>rewarm bench {escape(result.scenario)} '
-        f"{escape(options)}</code>, {result.seconds:.0f} s"
-        + ("" if result.complete else ", interrupted")
-        + "</p>",
+        f'<p class="note">{escape(about)}<br><code>{escape(result.command)}</code>, '
+        f"{result.seconds:.0f} s" + ("" if result.complete else ", interrupted") + "</p>",
     ]
     parts += [_table(sheet) for sheet in result.sheets]
     if result.figures:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
 from dataclasses import asdict, dataclass, field
@@ -35,6 +36,9 @@ class Plot:
     log_x: bool = False
 
     def add(self, line: str, x: float, y: float) -> None:
+        """NaN, what is not known, is no point."""
+        if math.isnan(y):
+            return
         self.lines.setdefault(line, []).append([x, y])
 
 
@@ -44,7 +48,8 @@ class Result:
 
     scenario: str
     model: str
-    options: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
+    """The line that gives it again."""
     machine: dict[str, str] = field(default_factory=dict)
     sheets: list[Sheet] = field(default_factory=list)
     plots: list[Plot] = field(default_factory=list)
@@ -61,8 +66,13 @@ class Result:
         self.plots.append(Plot(title, x, y, log_x=log_x))
         return self.plots[-1]
 
+    @property
+    def measured(self) -> bool:
+        """Whether there is anything to keep."""
+        return any(sheet.rows for sheet in self.sheets)
+
     def show(self, console: Console) -> None:
-        for sheet in self.sheets:
+        for sheet in (s for s in self.sheets if s.rows):
             table = Table(*sheet.columns, box=None, title=sheet.title, title_justify="left")
             for column in table.columns[1:]:
                 column.justify = "right"
@@ -73,7 +83,8 @@ class Result:
         for name, value in self.figures.items():
             console.print(f"{name}: [bold]{value}[/]", highlight=False)
         if not self.complete:
-            console.print("[yellow]interrupted: this is what was done[/]")
+            done = "this is what was done" if self.measured else "nothing was measured yet"
+            console.print(f"[yellow]interrupted: {done}[/]")
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

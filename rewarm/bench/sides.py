@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import os
+import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -12,20 +15,34 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rewarm.errors import InvalidOption, NotReady
 
-from .client import ask, delete, get, read_metric
+from .client import Answered, ask, delete, get, read_metric
 
 LOADING = 600.0
 """Seconds until a server must be ready."""
 
+STOPPING = 30.0
+"""Seconds that a server may take to stop when it is asked to."""
+
+BEGINNING = 3.0
+"""Seconds after an answer within which warm-ahead begins, if at all: on a busy machine, late."""
+
+MLX_LM = "mlx-lm"
+
+NOTE, SAID = "bytes", "said"
+
+DEFAULT_MODEL = "default_model"
+"""What mlx-lm's server calls the model that it was started with; Rewarm takes any name."""
+
 # With the BLAS that Rewarm runs on, or the comparison would be one of BLAS libraries. Every time
 # its cache takes something in, it leaves a note of how many bytes that holds.
-MLX_LM = """
+MLX_LM_SERVER = """
 import os, sys
 import rewarm
 from mlx_lm.models.cache import LRUPromptCache
@@ -41,19 +58,54 @@ main()
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Side:
-    """A server that runs."""
+    """A server that was started."""
 
     name: str
     url: str
-    note: Path
     ours: bool
+    process: subprocess.Popen[bytes]
+    folder: Path
+    """Where it leaves what it says, and a note of the bytes that it holds."""
+    model: str = DEFAULT_MODEL
+    """The name by which requests ask for its model."""
+    ahead: int = 0
+    """Tokens computed ahead when it was last looked at."""
 
-    def settle(self) -> None:
-        """Until nothing is computed ahead any more: a person would still be reading."""
-        while self.ours and read_metric(self.url, "rewarm_warm_ahead_waiting"):
-            time.sleep(0.02)
+    def wake(self, place: str) -> None:
+        """Until it is ready. What comes with a first request is none of the scenario's.
+        `place`: its model, as it was started with."""
+        _wait_until_ready(self)
+        if not self.ours and self.name != MLX_LM:
+            self.model = _model_name(self.url, place)
+        self.settle(self.ask([{"role": "user", "content": "Hello."}], 2))
+
+    def ask(
+        self, messages: list[dict[str, Any]], max_tokens: int, more: dict[str, Any] | None = None
+    ) -> Answered:
+        try:
+            return ask(self.url, messages, max_tokens, {"model": self.model, **(more or {})})
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")[:300]
+            raise NotReady(f"{self.name} answered {error.code}: {said}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise NotReady(f"{self.name} does not answer: {error}") from error
+
+    def settle(self, reply: Answered) -> None:
+        """Until what is computed ahead after this reply is done: a person would still be reading.
+        It begins a moment after an answer that ended by itself, and never after others."""
+        ended = reply.finish in ("stop", "tool_calls")
+        if not self.ours or not ended or "--no-warm-ahead" in self.name:
+            return
+        until = time.monotonic() + BEGINNING
+        while True:
+            ahead = self.warm_tokens()
+            waiting = read_metric(self.url, "rewarm_warm_ahead_waiting")
+            if not waiting and (ahead > self.ahead or time.monotonic() > until):
+                self.ahead = ahead
+                return
+            time.sleep(0.01)
 
     def held(self) -> int | None:
         """Bytes that its cache holds; None where it does not say."""
@@ -61,7 +113,7 @@ class Side:
             kinds = get(f"{self.url}/v1/cache")["bytes"]["memory"]
             return sum(int(n) for kind, n in kinds.items() if kind != "index")
         try:
-            return int(self.note.read_text())
+            return int((self.folder / NOTE).read_text())
         except (OSError, ValueError):
             return None
 
@@ -78,62 +130,112 @@ class Side:
             delete(f"{self.url}/v1/cache")
 
 
-def command(name: str, model: str, port: int, extra: Sequence[str] = ()) -> list[str]:
-    """`name`: "rewarm", "mlx-lm", or a command line with {model} and {port}."""
-    if name.startswith("rewarm"):
-        words = ["-m", "rewarm", "serve", model, "--port", str(port), *extra]
+def command(peer: str, model: str, port: int) -> list[str]:
+    """`peer`: "mlx-lm", or a command line with {model} and {port}."""
+    if peer == MLX_LM:
+        words = ["-c", MLX_LM_SERVER, "--model", model, "--port", str(port), "--log-level", "ERROR"]
         return [sys.executable, *words]
-    if name == "mlx-lm":
-        words = ["-c", MLX_LM, "--model", model, "--port", str(port), "--log-level", "ERROR"]
-        return [sys.executable, *words]
-    if "{port}" not in name:
-        raise InvalidOption(
-            f'--peer {name!r}: give "mlx-lm", or a command with {{model}} and {{port}} in it'
-        )
-    return [word.format(model=model, port=port) for word in shlex.split(name)]
+    usage = 'give "mlx-lm", or a command with {model} and {port} in it'
+    for place in re.findall(r"\{\w*\}", peer):
+        if place not in ("{model}", "{port}"):
+            raise InvalidOption(f"--peer {peer!r}: {place} stands for nothing; {usage}")
+    if "{port}" not in peer:
+        raise InvalidOption(f"--peer {peer!r}: it is not told its port; {usage}")
+    try:
+        words = shlex.split(peer)
+    except ValueError as error:
+        raise InvalidOption(f"--peer {peer!r}: {error}") from error
+    return [w.replace("{model}", model).replace("{port}", str(port)) for w in words]
 
 
 @contextmanager
-def running(name: str, model: str, extra: Sequence[str] = ()) -> Iterator[Side]:
+def rewarm(model: str, options: Sequence[str] = ()) -> Iterator[Side]:
+    """Our own server, with these options; `wake` it before it is asked."""
+    port = _free_port()
+    words = ["-m", "rewarm", "serve", model, "--port", str(port), *options]
+    name = " ".join(["rewarm", *options])
+    with _running([sys.executable, *words], name, port, ours=True) as side:
+        yield side
+
+
+@contextmanager
+def other(peer: str, model: str) -> Iterator[Side]:
+    """Named "peer" where it is a command, which is too long for a table."""
+    port = _free_port()
+    name = peer if peer == MLX_LM else "peer"
+    with _running(command(peer, model, port), name, port, ours=False) as side:
+        yield side
+
+
+@contextmanager
+def _running(words: list[str], name: str, port: int, *, ours: bool) -> Iterator[Side]:
+    with tempfile.TemporaryDirectory(prefix="rewarm-bench-") as made:
+        folder = Path(made)
+        with (folder / SAID).open("wb") as output:
+            try:
+                process = subprocess.Popen(
+                    words,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, "REWARM_BENCH_BYTES": str(folder / NOTE)},
+                    start_new_session=True,  # Ctrl-C is the bench's, which then stops it in order
+                )
+            except OSError as error:
+                raise InvalidOption(f"{shlex.join(words)} cannot be started: {error}") from error
+        try:
+            yield Side(name, f"http://127.0.0.1:{port}", ours, process, folder)
+        finally:
+            _stop(process)
+
+
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="rewarm-bench-") as folder:
-        note, said = Path(folder) / "bytes", Path(folder) / "said"
-        environment = {**os.environ, "REWARM_BENCH_BYTES": str(note)}
-        with said.open("wb") as output:
-            process = subprocess.Popen(
-                command(name, model, port, extra),
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is the bench's, which then stops it in order
-            )
-        side = Side(name, f"http://127.0.0.1:{port}", note, name.startswith("rewarm"))
-        try:
-            _wait_until_ready(side, process, said)
-            ask(side.url, [{"role": "user", "content": "Hello."}], 2)
-            side.settle()
-            yield side
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        return int(probe.getsockname()[1])
 
 
-def _wait_until_ready(side: Side, process: subprocess.Popen[bytes], said: Path) -> None:
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """With all that it has started: a command may be a shell, or a tool that runs another."""
+    try:
+        _signal(process, signal.SIGTERM)
+        process.wait(STOPPING)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # Ctrl-C again: at once, then
+        pass
+    finally:
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _wait_until_ready(side: Side) -> None:
     until = time.monotonic() + LOADING
     while time.monotonic() < until:
-        if process.poll() is not None:
-            last = said.read_text(errors="replace").strip().splitlines()[-5:]
-            raise NotReady(f"{side.name} ended with {process.returncode}: {' | '.join(last)}")
+        if side.process.poll() is not None:
+            how = f"ended with {side.process.returncode} before it was ready"
+            raise NotReady(f"{side.name} {how}{_last_words(side)}")
         if _answers(side.url):
             return
         time.sleep(0.1)
-    raise NotReady(f"{side.name} was not ready within {LOADING:.0f} s")
+    how = f"answered neither /health nor /v1/models on {side.url} within {LOADING:.0f} s"
+    raise NotReady(f"{side.name} {how}{_last_words(side)}")
+
+
+def _last_words(side: Side) -> str:
+    last = (side.folder / SAID).read_text(errors="replace").strip().splitlines()[-5:]
+    return ". It said last:" + "".join(f"\n  {line}" for line in last) if last else ""
+
+
+def _model_name(url: str, model: str) -> str:
+    """As this server calls it, where its list of models leaves no doubt."""
+    try:
+        found = [str(each["id"]) for each in get(f"{url}/v1/models")["data"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return DEFAULT_MODEL
+    return model if model in found else found[0] if len(found) == 1 else DEFAULT_MODEL
 
 
 def _answers(url: str) -> bool:
@@ -145,6 +247,6 @@ def _answers(url: str) -> bool:
         except urllib.error.HTTPError as error:
             if error.code != 404:
                 return False
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
     return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import random
 import re
 import shutil
 import signal
@@ -429,6 +430,65 @@ def test_a_clock_that_is_set_back_does_no_harm(
         cache.flush()
     assert cache.disk is not None
     assert not cache.disk.writer.paused
+    cache.close()
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1.8e9
+        monkeypatch.setattr(time, "time", lambda: self.now)
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def write(
+    model: Any, cache: PrefixCache, clock: Clock, prompts: list[Prompt], apart: float = 0.002
+) -> None:
+    for each in prompts:
+        clock.pass_by(apart)
+        run(model, cache, each)
+        assert cache.flush()
+
+
+def held_on_disk(cache: PrefixCache, prompts: list[Prompt]) -> list[bool]:
+    assert cache.disk is not None
+    found = [cache.disk.find(cache._query(each, None, ())) for each in prompts]
+    return [f is not None and f.at == len(p) - 1 for f, p in zip(found, prompts, strict=True)]
+
+
+def test_what_was_just_written_outlives_whatever_is_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, vocabulary = zoo.tiny("qwen3_5"), zoo.vocabulary("qwen3_5")
+    clock = Clock(monkeypatch)
+    cache = cache_on(tmp_path, model, memory="1MB", disk_size="2MB")
+    long = [prompt(300, seed, vocabulary) for seed in range(20)]
+    short = [prompt(20, seed, vocabulary) for seed in range(100, 112)]
+    write(model, cache, clock, long)
+    assert not all(held_on_disk(cache, long)), "the disk was never full"
+    before = held_on_disk(cache, long)
+    clock.pass_by(120)
+    write(model, cache, clock, short, apart=4)  # worth so little that age alone saves none
+    assert held_on_disk(cache, long) != before, "nothing was evicted"
+    assert all(held_on_disk(cache, short))
+    cache.close()
+
+
+def test_where_all_is_fresh_the_oldest_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, vocabulary = zoo.tiny("qwen3_5"), zoo.vocabulary("qwen3_5")
+    clock = Clock(monkeypatch)
+    cache = cache_on(tmp_path, model, memory="1MB", disk_size="2MB")
+    lengths = random.Random(0).choices(range(20, 300), k=40)
+    prompts = [prompt(length, seed, vocabulary) for seed, length in enumerate(lengths)]
+    write(model, cache, clock, prompts)
+    held = held_on_disk(cache, prompts)
+    assert held == sorted(held)
+    assert 2 <= sum(held) < len(held)
     cache.close()
 
 

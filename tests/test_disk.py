@@ -546,6 +546,74 @@ def test_a_flush_ends_though_others_go_on(tmp_path: Path) -> None:
     cache.close()
 
 
+@pytest.fixture
+def endless_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that rests once does so until it is needed."""
+    monkeypatch.setattr(writer, "REST", 1e9)
+    monkeypatch.setattr(writer, "LONGEST_REST", 1e6)
+
+
+def written_after(cache: PrefixCache, model: Any, count: int) -> int:
+    """How many jobs are over once the writer does nothing more by itself."""
+    for seed in range(count):
+        run(model, cache, prompt(60, seed, zoo.vocabulary("llama")))
+    cache.flush(wait=False)
+    assert cache.disk is not None
+    disk, last, quiet = cache.disk.writer, -1, 0
+    while quiet < 20:
+        time.sleep(0.01)
+        quiet = quiet + 1 if disk._ended == last else 0
+        last = disk._ended
+    return last
+
+
+@pytest.mark.usefixtures("endless_rest")
+def test_the_writer_stands_back_while_there_are_requests(tmp_path: Path) -> None:
+    model = zoo.tiny("llama")
+    cache = cache_on(tmp_path, model)
+    assert cache.disk is not None
+    with cache.acquire(prompt(10)):
+        assert written_after(cache, model, 5) == cache.disk.writer.rests == 1
+    cache.close()
+
+
+@pytest.mark.usefixtures("endless_rest")
+@pytest.mark.parametrize("call", ["flush", "clear", "close"])
+def test_whoever_waits_for_the_writer_gets_all_of_it(call: str, tmp_path: Path) -> None:
+    model = zoo.tiny("llama")
+    cache = cache_on(tmp_path, model)
+    assert cache.disk is not None
+    disk = cache.disk.writer
+    with cache.acquire(prompt(10)):
+        written_after(cache, model, 5)
+        waiter = threading.Thread(target=getattr(cache, call), daemon=True)
+        waiter.start()
+        waiter.join(20)
+        assert not waiter.is_alive()
+        assert disk.waiting == 0
+    cache.close()
+
+
+@pytest.mark.usefixtures("endless_rest")
+@pytest.mark.parametrize("case", ["idle", "nearly full"])
+def test_the_writer_does_not_rest_for_nobody_nor_at_the_cost_of_what_comes(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.tiny("llama")
+    cache = cache_on(tmp_path, model)
+    assert cache.disk is not None
+    disk = cache.disk.writer
+    lease = cache.acquire(prompt(10))
+    if case == "idle":
+        lease.release()
+    else:
+        monkeypatch.setattr(writer, "NEARLY_FULL", 1e-6)
+    assert written_after(cache, model, 5) >= 5
+    assert disk.rests <= (case == "nearly full")  # after the last one nothing waits
+    lease.release()
+    cache.close()
+
+
 def test_salts_that_nobody_asks_for_make_room_for_others(tmp_path: Path) -> None:
     model, vocabulary = zoo.tiny("llama"), zoo.vocabulary("llama")
     first = cache_on(tmp_path, model, disk_size="1MB")

@@ -120,7 +120,7 @@ def churn(folder: str, seed: int, pipe: Connection) -> None:
     for number in range(seed * 1000, (seed + 1) * 1000):
         run(model, kept, asked(number))
         if number % 3 == 0:
-            kept.flush()
+            assert kept.flush(), "the disk refused"
             pipe.send(number)
 
 
@@ -166,7 +166,8 @@ def test_a_kill_loses_nothing_flushed_and_serves_nothing_wrong(tmp_path: Path) -
         if left.flushed is not None:
             flushed += 1
             numbers.add(left.flushed)
-            assert kept.match(asked(left.flushed)).resume == len(asked(left.flushed)) - 1
+            found_again = kept.match(asked(left.flushed)).resume
+            assert found_again == len(asked(left.flushed)) - 1, f"round {seed}: {left}"
         for number in numbers:
             again = run(model, kept, asked(number))
             hits += again.match.tier == "disk"

@@ -433,6 +433,30 @@ def test_a_clock_that_is_set_back_does_no_harm(
     cache.close()
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])
+def test_what_the_disk_knows_and_cannot_resume_at_is_replayed(name: str, tmp_path: Path) -> None:
+    model, vocabulary = zoo.tiny(name), zoo.vocabulary(name)
+    first = prompt(120, 1, vocabulary)
+    asked = joined(first[:100], prompt(20, 2, vocabulary))
+    cache = cache_on(tmp_path, model)
+    ends = [Boundary(40, "system")]
+    run(model, cache, first, boundaries=ends)
+    before = cache.match(asked, boundaries=ends)
+    assert before.shared == 100
+    cache.close()
+    cache = cache_on(tmp_path, model)
+    for tier in ("disk", "memory"):  # the second time memory has what was brought up
+        found = cache.match(asked, boundaries=ends)
+        with cache.acquire(asked, boundaries=ends) as lease:
+            assert lease.match == found
+        assert (found.shared, found.resume, found.reason) == (100, before.resume, before.reason)
+        assert found.tier == (tier if found.resume else None)
+    again = run(model, cache, asked, boundaries=ends)
+    assert again.match.replay == before.replay
+    assert cache.match(joined(asked[:100], prompt(9, 3, vocabulary))).resume == 100
+    cache.close()
+
+
 class Clock:
     """Time that passes when it is told to."""
 

@@ -134,7 +134,8 @@ class DiskTrees:
             node = own.tree.add(parent, row.key, origin)
             node.hits, node.last_used = row.hits, round(row.used * SECOND)
             node.rows = part(row.rows, start, end)
-            node.window = part(row.window, start, end)
+            if row.window is not None:
+                node.window = part(row.window, start, end)
             whole = row.state is not None or not self.layout.has_state
             if row.kind is not None and row.kind in WEIGHTS and whole:
                 state = part(row.state, end, end)

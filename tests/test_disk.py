@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import random
 import re
 import shutil
 import signal
@@ -432,6 +433,89 @@ def test_a_clock_that_is_set_back_does_no_harm(
     cache.close()
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])
+def test_what_the_disk_knows_and_cannot_resume_at_is_replayed(name: str, tmp_path: Path) -> None:
+    model, vocabulary = zoo.tiny(name), zoo.vocabulary(name)
+    first = prompt(120, 1, vocabulary)
+    asked = joined(first[:100], prompt(20, 2, vocabulary))
+    cache = cache_on(tmp_path, model)
+    ends = [Boundary(40, "system")]
+    run(model, cache, first, boundaries=ends)
+    before = cache.match(asked, boundaries=ends)
+    assert before.shared == 100
+    cache.close()
+    cache = cache_on(tmp_path, model)
+    for tier in ("disk", "memory"):  # the second time memory has what was brought up
+        found = cache.match(asked, boundaries=ends)
+        with cache.acquire(asked, boundaries=ends) as lease:
+            assert lease.match == found
+        assert (found.shared, found.resume, found.reason) == (100, before.resume, before.reason)
+        assert found.tier == (tier if found.resume else None)
+    again = run(model, cache, asked, boundaries=ends)
+    assert again.match.replay == before.replay
+    assert cache.match(joined(asked[:100], prompt(9, 3, vocabulary))).resume == 100
+    cache.close()
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1.8e9
+        monkeypatch.setattr(time, "time", lambda: self.now)
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def write(
+    model: Any, cache: PrefixCache, clock: Clock, prompts: list[Prompt], apart: float = 0.002
+) -> None:
+    for each in prompts:
+        clock.pass_by(apart)
+        run(model, cache, each)
+        assert cache.flush()
+
+
+def held_on_disk(cache: PrefixCache, prompts: list[Prompt]) -> list[bool]:
+    assert cache.disk is not None
+    found = [cache.disk.find(cache._query(each, None, ())) for each in prompts]
+    return [f is not None and f.at == len(p) - 1 for f, p in zip(found, prompts, strict=True)]
+
+
+def test_what_was_just_written_outlives_whatever_is_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, vocabulary = zoo.tiny("qwen3_5"), zoo.vocabulary("qwen3_5")
+    clock = Clock(monkeypatch)
+    cache = cache_on(tmp_path, model, memory="1MB", disk_size="2MB")
+    long = [prompt(300, seed, vocabulary) for seed in range(20)]
+    short = [prompt(20, seed, vocabulary) for seed in range(100, 112)]
+    write(model, cache, clock, long)
+    assert not all(held_on_disk(cache, long)), "the disk was never full"
+    before = held_on_disk(cache, long)
+    clock.pass_by(120)
+    write(model, cache, clock, short, apart=4)  # worth so little that age alone saves none
+    assert held_on_disk(cache, long) != before, "nothing was evicted"
+    assert all(held_on_disk(cache, short))
+    cache.close()
+
+
+def test_where_all_is_fresh_the_oldest_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, vocabulary = zoo.tiny("qwen3_5"), zoo.vocabulary("qwen3_5")
+    clock = Clock(monkeypatch)
+    cache = cache_on(tmp_path, model, memory="1MB", disk_size="2MB")
+    lengths = random.Random(0).choices(range(20, 300), k=40)
+    prompts = [prompt(length, seed, vocabulary) for seed, length in enumerate(lengths)]
+    write(model, cache, clock, prompts)
+    held = held_on_disk(cache, prompts)
+    assert held == sorted(held)
+    assert 2 <= sum(held) < len(held)
+    cache.close()
+
+
 def test_asking_leaves_no_trace_on_disk(tmp_path: Path) -> None:
     model = zoo.tiny("llama")
     cache = cache_on(tmp_path, model)
@@ -483,6 +567,74 @@ def test_a_flush_ends_though_others_go_on(tmp_path: Path) -> None:
     assert next(more) < 10
     list(more)
     cache.disk.wait()
+    cache.close()
+
+
+@pytest.fixture
+def endless_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that rests once does so until it is needed."""
+    monkeypatch.setattr(writer, "REST", 1e9)
+    monkeypatch.setattr(writer, "LONGEST_REST", 1e6)
+
+
+def written_after(cache: PrefixCache, model: Any, count: int) -> int:
+    """How many jobs are over once the writer does nothing more by itself."""
+    for seed in range(count):
+        run(model, cache, prompt(60, seed, zoo.vocabulary("llama")))
+    cache.flush(wait=False)
+    assert cache.disk is not None
+    disk, last, quiet = cache.disk.writer, -1, 0
+    while quiet < 20:
+        time.sleep(0.01)
+        quiet = quiet + 1 if disk._ended == last else 0
+        last = disk._ended
+    return last
+
+
+@pytest.mark.usefixtures("endless_rest")
+def test_the_writer_stands_back_while_there_are_requests(tmp_path: Path) -> None:
+    model = zoo.tiny("llama")
+    cache = cache_on(tmp_path, model)
+    assert cache.disk is not None
+    with cache.acquire(prompt(10)):
+        assert written_after(cache, model, 5) == cache.disk.writer.rests == 1
+    cache.close()
+
+
+@pytest.mark.usefixtures("endless_rest")
+@pytest.mark.parametrize("call", ["flush", "clear", "close"])
+def test_whoever_waits_for_the_writer_gets_all_of_it(call: str, tmp_path: Path) -> None:
+    model = zoo.tiny("llama")
+    cache = cache_on(tmp_path, model)
+    assert cache.disk is not None
+    disk = cache.disk.writer
+    with cache.acquire(prompt(10)):
+        written_after(cache, model, 5)
+        waiter = threading.Thread(target=getattr(cache, call), daemon=True)
+        waiter.start()
+        waiter.join(20)
+        assert not waiter.is_alive()
+        assert disk.waiting == 0
+    cache.close()
+
+
+@pytest.mark.usefixtures("endless_rest")
+@pytest.mark.parametrize("case", ["idle", "nearly full"])
+def test_the_writer_does_not_rest_for_nobody_nor_at_the_cost_of_what_comes(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.tiny("llama")
+    cache = cache_on(tmp_path, model)
+    assert cache.disk is not None
+    disk = cache.disk.writer
+    lease = cache.acquire(prompt(10))
+    if case == "idle":
+        lease.release()
+    else:
+        monkeypatch.setattr(writer, "NEARLY_FULL", 1e-6)
+    assert written_after(cache, model, 5) >= 5
+    assert disk.rests <= (case == "nearly full")  # after the last one nothing waits
+    lease.release()
     cache.close()
 
 

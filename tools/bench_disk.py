@@ -1,7 +1,8 @@
 """The disk tier: how fast a prefix comes back, beside computing it and beside a plain read of the
-same bytes; and what its writer takes from decoding.
+same bytes; what its writer takes from decoding; and how long a large store takes to open.
 
-python tools/bench_disk.py [--tokens 20000] [--rounds 7] [--only narrow wide writer] [--folder DIR]
+python tools/bench_disk.py [--tokens 20000] [--rounds 7] [--only narrow wide writer open]
+                           [--folder DIR]
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ accel.install()
 # After rewarm, which brings a faster BLAS.
 import mlx.core as mx  # noqa: E402
 from mlx_lm.models import qwen3_5  # noqa: E402
+from mlx_lm.models.cache import KVCache  # noqa: E402
+
+from rewarm.cache.disk.files import Written, new_name  # noqa: E402
+from rewarm.cache.disk.records import PayloadRow, StoredNode  # noqa: E402
+from rewarm.cache.disk.store import Store  # noqa: E402
+from rewarm.cache.disk.trees import DiskTrees  # noqa: E402
+from rewarm.cache.disk.writer import Writer  # noqa: E402
+from rewarm.cache.layout import Layout  # noqa: E402
 
 VOCABULARY = 512
 MODELS = {"narrow": (4, 32), "wide": (16, 64)}
@@ -165,8 +174,9 @@ def decode_beside_the_writer(tokens: Any, rounds: int, folder: Path) -> None:
             decode_rate(model, lease.caches, lambda past: past < 0.2)
             before = decode_rate(model, lease.caches, lambda past: past < 0.5)
             cache.flush(wait=False)
-            began = time.perf_counter()
+            began, rests = time.perf_counter(), disk.writer.rests
             busy = decode_rate(model, lease.caches, lambda _: disk.writer.waiting > 0)
+            assert disk.writer.rests > rests
             seconds.append(time.perf_counter() - began)
             disk.wait()
             after = decode_rate(model, lease.caches, lambda past: past < 0.5)
@@ -179,18 +189,74 @@ def decode_beside_the_writer(tokens: Any, rounds: int, folder: Path) -> None:
     cache.close()
 
 
+def stored_nodes(folder: Path, count: int, tokens: int, about: dict[str, Any]) -> None:
+    """An index of so many nodes, twenty to a path, of so many tokens each."""
+    draw = np.random.default_rng(0)
+    with Store.open(folder, limit=1 << 40) as store:
+        space = store.namespace("bench", about)
+        with store.guard.using() as index, index.transaction():
+            above = None
+            for n in range(count):
+                file, at = store.next_id(), n % 20 * tokens
+                written = Written(new_name(), 1 << 20, draw.bytes(16))
+                index.add_payload(PayloadRow(file, space, written, (at, at + tokens)))
+                key = draw.integers(0, 150_000, tokens, dtype=np.int32)
+                key[0] = n  # no two paths begin alike
+                above = above if at else None
+                node = StoredNode(
+                    id=store.next_id(),
+                    parent=above,
+                    start=at,
+                    key=key.tobytes(),
+                    origin="prefill",
+                    kind="turn",
+                    hits=0,
+                    used=time.time(),
+                    hint=1.0,
+                    rows=file,
+                    window=None,
+                    state=None,
+                )
+                index.put_node(space, node, new=True)
+                above = node.id
+
+
+def open_large(rounds: int, folder: Path, count: int = 100_000, tokens: int = 512) -> None:
+    """Opening, and the tree of a namespace with all the nodes, which its first match needs."""
+    about = {"grid": "fast", "name": "bench"}
+    stored_nodes(folder, count, tokens, about)
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) / 1e6
+    columns = []
+    for _ in range(rounds):
+        opening, store = timed(lambda: Store.open(folder, limit=1 << 40))
+        writer = Writer(store)
+        trees = DiskTrees(store, writer, Layout([KVCache()]), about)
+        reading, _ = timed(trees.read_all)
+        assert trees.account.held.nodes == count
+        columns.append([opening, reading])
+        writer.close()
+        store.close()
+    opening, reading = np.median(columns, axis=0) / 1e3
+    print(
+        f"\nan index of {count:,} nodes of {tokens} tokens, {size:,.0f} MB: opened in "
+        f"{opening:.2f} s, all its trees read in {reading:.2f} s (medians of {rounds})"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", nargs="*", choices=(*MODELS, "writer"))
+    parser.add_argument("--only", nargs="*", choices=(*MODELS, "writer", "open"))
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder else")
     options = parser.parse_args()
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, options.tokens, dtype=np.int32)
-    for what in options.only or (*MODELS, "writer"):
+    for what in options.only or (*MODELS, "writer", "open"):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             if what == "writer":
                 decode_beside_the_writer(tokens, options.rounds, Path(folder))
+            elif what == "open":
+                open_large(options.rounds, Path(folder))
             else:
                 restore(what, tokens, options.rounds, Path(folder))
 

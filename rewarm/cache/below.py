@@ -121,11 +121,8 @@ class Below:
         """The disk's tree of a namespace that was asked for before."""
         return self.disk.tree_of(namespace)
 
-    def bring_up(self, found: Found, query: Query, now: int) -> bool:
-        """Load what reaches further than memory's match, if anything does."""
-        below = self.find(query)
-        if below is None or below.at <= found.at:
-            return False
+    def bring_up(self, below: Found, query: Query, now: int) -> None:
+        """Load what was found on disk."""
         tree, data = query.tree, query.data[: below.at * WIDTH]
         inside = [cut for cut in query.cuts if cut <= below.at]
         known = tree.walk(data, inside)
@@ -135,7 +132,6 @@ class Below:
             self.promoter.promote(tree, data, inside, loaded, now)
         except Exception:
             log.exception("a prefix could not be loaded from disk; it is computed again")
-        return True
 
     def let_down(self, item: Item) -> None:
         """Memory is about to let go of something: the disk may keep it."""

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from .pages import Form, available, numbers, unfilled
+
 SEGMENT = 512
 """Tokens in one packed array at most: a split copies one segment, never the whole node."""
 
@@ -201,12 +203,27 @@ def join(
     if mx.default_device() != mx.cpu or size * tokens < WORTH_A_THREAD or len(wanted) < 2:
         return [joined(i) for i in wanted]
 
-    def evaluated(i: int) -> mx.array:
-        array = joined(i)
+    def copied(i: int) -> mx.array:
+        heads, width, dtype = packing.shapes[i]
+        plain = mx.uint16 if dtype == mx.bfloat16 else dtype  # numpy has no bfloat16
+        array = unfilled({"rows": Form((1, heads, tokens + room, width), plain)})["rows"]
+        into, at = numbers(array), 0
+        for s, a, b in parts if i in places else ():
+            group, head = places[i]
+            rows = numbers(s.arrays[group])[:, head : head + heads, a:b]
+            into[:, :, at : at + b - a] = rows
+            at += b - a
+        into[:, :, at:] = 0
+        array = array.view(dtype)
         mx.eval(array)  # here: an operation belongs to the thread that made it
         return array
 
-    return list(_joiners().map(evaluated, wanted))
+    def evaluated(i: int) -> mx.array:
+        array = joined(i)
+        mx.eval(array)
+        return array
+
+    return list(_joiners().map(copied if available() else evaluated, wanted))
 
 
 class Part(NamedTuple):

@@ -126,7 +126,9 @@ class PrefixCache:
             promoter = Promoter(self.layout, self.memory, self._evictor, trees)
             self._restorer.below = Below(self.disk, promoter, self._trees)
             self._committer.on_change = self.disk.changed
-        self._pins = Pins()
+        self._pins = pins = Pins()
+        if self.disk is not None:
+            self.disk.writer.in_use = lambda: bool(pins.held)
         self._lock = threading.RLock()
         self._clock = 0
         self._closed = False

@@ -31,21 +31,24 @@ class Restorer:
 
     def match(self, query: Query) -> Match:
         """How much could be restored. Changes nothing."""
-        match = find(self.layout, query).match
+        found = find(self.layout, query)
         below = self.below.find(query) if self.below is not None else None
-        if below is None or below.at <= match.resume:
-            return match
-        shared = max(match.shared, below.match.shared)
-        return replace(below.match, shared=shared, tier="disk")
+        if below is not None and below.at > found.at:
+            found, below = replace(below, match=replace(below.match, tier="disk")), found
+        return _known_to_both(found, below).match
 
     def promoted(self, found: Found, query: Query, now: int) -> Found:
         """The match once memory has what only the disk had."""
-        if self.below is None or not self.below.bring_up(found, query, now):
+        below = self.below.find(query) if self.below is not None else None
+        if self.below is None or below is None:
             return found
-        again = find(self.layout, query)
-        if again.at <= found.at:
-            return again
-        return replace(again, match=replace(again.match, tier="disk"))
+        if below.at > found.at:
+            self.below.bring_up(below, query, now)
+            before, found = found.at, find(self.layout, query)
+            if found.at > before:
+                found = replace(found, match=replace(found.match, tier="disk"))
+            below = self.below.find(query)  # what turned out to be damaged is not known
+        return _known_to_both(found, below)
 
     def restored(self, found: Found, query: Query, room: int) -> tuple[Found, list[Any]]:
         """The caches of a match, with room for `room` tokens beyond the prompt."""
@@ -95,3 +98,16 @@ class Restorer:
             if self.below is not None:
                 self.below.disk.gone(each)
         return True
+
+
+def _known_to_both(found: Found, other: Found | None) -> Found:
+    """A match, where another tier knows more of the prompt without being able to resume there:
+    it is computed although it was known."""
+    if other is None or other.match.shared <= found.match.shared:
+        return found
+    match = replace(
+        found.match,
+        shared=other.match.shared,
+        reason=other.match.reason or found.match.reason,
+    )
+    return replace(found, match=match, junction=max(found.junction, other.junction))

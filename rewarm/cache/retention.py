@@ -81,7 +81,12 @@ class Evictor:
     on_evict: Callable[[Item], None] | None = None
     """Told of an item that is about to go, with all it holds."""
     by_request: bool = True
-    """Whether its clock counts requests. Where it counts seconds, a crowd is no age."""
+    """Whether its clock counts requests. Where it counts time, a crowd is no age."""
+    unit: int = 1
+    """Ticks of its clock in one of what a policy counts ages in."""
+    fresh: int = 0
+    """Ticks for which what was used is left alone while there is anything older. Where there is
+    not, the oldest goes, whatever it is worth."""
     evicted: Counter[str] = field(default_factory=Counter)
     """How often each kind of item went."""
     _trees: dict[Node, Tree] = field(default_factory=dict)
@@ -265,7 +270,7 @@ class Evictor:
         """What is worth least now, of what is not leased."""
         crowd = self._crowd()
         while True:
-            least, found = math.inf, None
+            least, found = (True, math.inf), None
             for bucket, heap in list(self._heaps.items()):
                 while heap and heap[0].number not in self._entries:
                     heapq.heappop(heap)
@@ -276,10 +281,13 @@ class Evictor:
                     continue
                 entry = self._entries[heap[0].number]
                 # A clock may be set back.
-                age = max(now - entry.since, 0) + bucket.behind * crowd
+                ticks = max(now - entry.since, 0)
+                age = ticks / self.unit + bucket.behind * crowd
                 score = entry.worth / (1 + crowd / 2 + age)
-                if score < least:
-                    least, found = score, bucket
+                is_fresh = ticks < self.fresh
+                rank = (is_fresh, entry.since if is_fresh else score)
+                if rank < least:
+                    least, found = rank, bucket
             if found is None:
                 return None
             number = heapq.heappop(self._heaps[found]).number

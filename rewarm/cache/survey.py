@@ -18,6 +18,7 @@ from struct import Struct
 import numpy as np
 import numpy.typing as npt
 
+from .disk.trees import SECOND
 from .model import Namespace
 from .placement import WEIGHTS
 from .tree import WIDTH, Node, Tree, agreement
@@ -273,7 +274,8 @@ class Surveyor:
         node = memory or disk
         kind, name, seen = 0, (0, 0), (0, 0)
         if node is not None:
-            name, seen = (node.number, at - node.start), (node.hits, node.last_used)
+            used = node.last_used if memory is not None else node.last_used // SECOND
+            name, seen = (node.number, at - node.start), (node.hits, used)
             if node.checkpoint is not None and node.end == end:
                 kind = KIND[node.checkpoint.kind]
             elif disk is not None and disk.checkpoint is not None and disk.end == end:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from ..layout import Layout
 from ..retention import Evictor, Retention
 from ..tree import Node
 from .records import NamespaceInfo
 from .store import Store
-from .trees import UNLIMITED, DiskTrees
+from .trees import SECOND, UNLIMITED, DiskTrees, clock
 from .writer import Job, Writer
 
 log = logging.getLogger("rewarm")
 
 MARGIN = 16 << 10
 """Bytes that what waits may take beyond its estimate."""
+FRESH = 60 * SECOND
+"""What was written or read so lately stays while there is anything older: writing it was for
+nothing otherwise, and who flushed it counts on it."""
 
 
 class Room:
@@ -35,6 +37,8 @@ class Room:
             stateful=layout.has_state,
             on_evict=trees.evicted,
             by_request=False,
+            unit=SECOND,
+            fresh=FRESH,
         )
         self._strangers = self._find_strangers()
         """The longest unused last. Nobody but us writes here, so there will be no others."""
@@ -71,7 +75,7 @@ class Room:
             while (lacking := self._lacking(nbytes)) > 0:
                 before = self._evictor.evictions
                 account.budget = max(account.held.total - lacking, 0)
-                self._evictor.make_room(trees, 0, 0, int(time.time()))
+                self._evictor.make_room(trees, 0, 0, clock())
                 if self._evictor.evictions == before:
                     break
         finally:

@@ -24,6 +24,12 @@ from .store import Store
 from .writer import Job, Row, Undo, Writer
 
 UNLIMITED = 1 << 60
+SECOND = 1000
+"""Of the clock here: many things are written in a second, and which of them came last matters."""
+
+
+def clock() -> int:
+    return int(time.time() * SECOND)
 
 
 @dataclass(eq=False)
@@ -126,14 +132,15 @@ class DiskTrees:
                 continue
             origin: Origin = "decode" if row.origin == "decode" else "prefill"
             node = own.tree.add(parent, row.key, origin)
-            node.hits, node.last_used = row.hits, int(row.used)
+            node.hits, node.last_used = row.hits, round(row.used * SECOND)
             node.rows = part(row.rows, start, end)
-            node.window = part(row.window, start, end)
+            if row.window is not None:
+                node.window = part(row.window, start, end)
             whole = row.state is not None or not self.layout.has_state
             if row.kind is not None and row.kind in WEIGHTS and whole:
                 state = part(row.state, end, end)
                 node.checkpoint = Checkpoint(
-                    row.kind, state, int(row.used), hits=row.hits, hint=row.hint
+                    row.kind, state, node.last_used, hits=row.hits, hint=row.hint
                 )
             nodes[row.id] = node, end
             own.ids[node] = row.id
@@ -153,7 +160,7 @@ class DiskTrees:
         for node in nodes:
             begin = max(node.start, parent.end)
             parent = own.tree.add(parent, node.key[(begin - node.start) * WIDTH :], node.origin)
-            parent.hits, parent.last_used = node.hits, int(time.time())
+            parent.hits, parent.last_used = node.hits, clock()
             if self.layout.has_rows:
                 parent.rows = OnDisk(parts[0], begin, node.end)
             if isinstance(node.window, Rows):
@@ -183,7 +190,7 @@ class DiskTrees:
         memory: tuple[Tree, Node],
     ) -> None:
         state = OnDisk(source, node.end, node.end) if source is not None else None
-        kept = Checkpoint(taken.kind, state, int(time.time()), hits=taken.hits, hint=taken.hint)
+        kept = Checkpoint(taken.kind, state, clock(), hits=taken.hits, hint=taken.hint)
         self.account.put_checkpoint(node, kept)
         parts = [source] if source is not None else []
         undo = Undo("checkpoint", node, memory[0], memory[1:]) if parts else None
@@ -200,7 +207,7 @@ class DiskTrees:
         return upper
 
     def use(self, node: Node, is_end: bool) -> None:
-        now = int(time.time())
+        now = clock()
         node.last_used, node.hits = now, node.hits + 1
         if node.checkpoint is not None and is_end:
             node.checkpoint.last_used, node.checkpoint.hits = now, node.checkpoint.hits + 1
@@ -298,7 +305,7 @@ class DiskTrees:
             origin=node.origin,
             kind=checkpoint.kind if checkpoint is not None else None,
             hits=node.hits,
-            used=float(node.last_used),
+            used=max(node.last_used, checkpoint.last_used if checkpoint else 0) / SECOND,
             hint=checkpoint.hint if checkpoint is not None else 1.0,
             rows=None,
             window=None,

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -35,6 +36,11 @@ MOST_WAITING = 256 << 20
 """Bytes that may wait to be written: they are in memory, beside the budget."""
 NICE = 10
 """How far the writer stands back behind the threads that run the model."""
+REST = 9.0
+"""Seconds without work after each second of the processor's time, while others need it."""
+LONGEST_REST = 1.0
+NEARLY_FULL = 0.75
+"""Of what may wait: from there on it does not rest, for what finds no room is never written."""
 PAUSE = 30.0
 """Seconds without another try after a failure."""
 
@@ -106,6 +112,12 @@ class Writer:
         """How many jobs there were, and how many of them are over."""
         self.failures = 0
         """How often the disk refused."""
+        self.in_use: Callable[[], bool] = lambda: False
+        """Whether there are requests, which the writer takes time and memory's speed from."""
+        self.rests = 0
+        """How often it stood back for them."""
+        self._waited_for = 0
+        """How many wait for it: then it does not stand back."""
         self._stuck = False
         """Whether a job that must be done waits for the disk to take it."""
         self._closed = False
@@ -145,7 +157,12 @@ class Writer:
         """Until all that was put before this call is over, or the disk refuses; whether it is."""
         with self._changed:
             last = self._put
-            self._changed.wait_for(lambda: self._stuck or self._ended >= last, timeout)
+            self._waited_for += 1
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: self._stuck or self._ended >= last, timeout)
+            finally:
+                self._waited_for -= 1
             return self._ended >= last
 
     def clear(self) -> None:
@@ -172,8 +189,20 @@ class Writer:
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
+            began = time.thread_time()
             self._work(job)
             del job  # what memory let go of meanwhile is not to be held from here
+            self._rest(REST * (time.thread_time() - began))
+
+    def _rest(self, seconds: float) -> None:
+        """Stand back for requests, where there are any and nothing is urgent."""
+        with self._changed:
+            if not self._hurried() and self.in_use():
+                self.rests += 1
+                self._changed.wait_for(self._hurried, min(seconds, LONGEST_REST))
+
+    def _hurried(self) -> bool:
+        return self._closed or self._waited_for > 0 or self.waiting > NEARLY_FULL * MOST_WAITING
 
     def _work(self, job: Job) -> None:
         ended = False

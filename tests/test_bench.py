@@ -245,12 +245,12 @@ def test_a_leaf_that_is_left_alone_is_worth_less_for_the_rows_that_go_with_it() 
     for node in list(tree.nodes()):
         if node.children:
             cache.memory.put_checkpoint(node, None)
-    evictor._look([tree])
+    evictor.take_in([tree])
     leaf: Any = next(node for node in tree.nodes() if not node.children)
     while not leaf.children:
         above = leaf.parent
         evictor._evict(evictor._appraiser.item(tree, leaf, "leaf"))
-        evictor._look([tree])
+        evictor.take_in([tree])
         leaf = above
     check_that_nothing_hides(evictor)
 
@@ -270,7 +270,7 @@ def test_the_index_finds_what_a_look_at_everything_finds(profile: Profile, polic
         if i % 7 == 3:
             cache.waits(tokens)
         evictor = cache._evictor
-        evictor._look(list(cache._trees.values()))
+        evictor.take_in(list(cache._trees.values()))
         crowd = evictor._crowd()
 
         def score(item: Any, crowd: int = crowd) -> float:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import os
 import sys
-from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -25,54 +23,22 @@ LARGE = 2 << 20
 """Bytes of a large page."""
 MADV_HUGEPAGE = 14
 
-NAMES = {
-    "bool_": "BOOL",
-    "complex64": "C64",
-    **{f"{kind}int{n}": f"{kind or 'i'}{n}".upper() for kind in ("", "u") for n in (8, 16, 32, 64)},
-    **{f"float{n}": f"F{n}" for n in (16, 32)},
-    "bfloat16": "BF16",
-}
-"""As safetensors files call them."""
-
-
-class Form(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.size
-
 
 def available() -> bool:
     return sys.platform == "linux" and mx.default_device() == mx.cpu
 
 
-def unfilled(forms: Mapping[str, Form]) -> dict[str, mx.array]:
-    """Arrays with whatever was in memory before: whoever asks fills all of them.
-
-    Where that cannot be had they are of zeros, which only takes longer."""
-    names = {name: _name(form.dtype) for name, form in forms.items()}
-    if not available() or None in names.values() or not all(f.nbytes for f in forms.values()):
-        made = {name: mx.zeros(form.shape, form.dtype) for name, form in forms.items()}
-        mx.eval(made)
-        return made
-    header, at = {}, 0
-    for name, (shape, _) in forms.items():
-        stop = at + forms[name].nbytes
-        place = [at, stop]
-        header[name] = {"dtype": names[name], "shape": list(shape), "data_offsets": place}
-        at = stop
-    text = json.dumps(header).encode()
-    source: Any = _Nothing(len(text).to_bytes(8, "little") + text, at)
-    return cast("dict[str, mx.array]", mx.load(source, format="safetensors"))
-
-
-def numbers(array: mx.array) -> npt.NDArray[Any]:
-    """The memory of an array that is evaluated, as numpy sees it."""
-    if array.dtype == mx.bfloat16:  # numpy has no such numbers
-        array = array.view(mx.uint16)
-    return np.asarray(array)
+def unfilled(*shape: int) -> mx.array:
+    """Bytes with whatever was in memory before: whoever asks fills all of them."""
+    size = int(np.prod(shape))
+    if not available() or not size:
+        return mx.zeros(shape, mx.uint8)
+    about = {"bytes": {"dtype": "U8", "shape": shape, "data_offsets": [0, size]}}
+    text = json.dumps(about).encode()
+    source: Any = _Nothing(len(text).to_bytes(8, "little") + text, size)
+    loaded: Any = mx.load(source, format="safetensors")
+    array: mx.array = loaded["bytes"]
+    return array
 
 
 class _Nothing:
@@ -105,15 +71,6 @@ class _Nothing:
             _advise(np.frombuffer(into, np.uint8))
         self._at += len(into)
         return len(into)
-
-
-def _name(dtype: mx.Dtype) -> str | None:
-    return _names().get(dtype)
-
-
-@cache
-def _names() -> dict[mx.Dtype, str]:
-    return {getattr(mx, name): stored for name, stored in NAMES.items()}
 
 
 def _advise(memory: npt.NDArray[Any]) -> None:

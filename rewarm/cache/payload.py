@@ -15,8 +15,9 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
-from .pages import Form, available, numbers, unfilled
+from .pages import available, unfilled
 
 SEGMENT = 512
 """Tokens in one packed array at most: a split copies one segment, never the whole node."""
@@ -205,13 +206,15 @@ def join(
 
     def copied(i: int) -> mx.array:
         heads, width, dtype = packing.shapes[i]
-        plain = mx.uint16 if dtype == mx.bfloat16 else dtype  # numpy has no bfloat16
-        array = unfilled({"rows": Form((1, heads, tokens + room, width), plain)})["rows"]
-        into, at = numbers(array), 0
+        array = unfilled(1, heads, tokens + room, width * dtype.size)
+        into, at = np.asarray(array), 0
         for s, a, b in parts if i in places else ():
             group, head = places[i]
-            rows = numbers(s.arrays[group])[:, head : head + heads, a:b]
-            into[:, :, at : at + b - a] = rows
+            rows = s.arrays[group]
+            if dtype == mx.bfloat16:  # which numpy does not have
+                rows = rows.view(mx.uint16)
+            found = np.asarray(rows)[:, head : head + heads, a:b]
+            into[:, :, at : at + b - a] = found.view(np.uint8)
             at += b - a
         into[:, :, at:] = 0
         array = array.view(dtype)

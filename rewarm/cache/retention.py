@@ -117,7 +117,7 @@ class Evictor:
         memory = self.memory
         trees = list(trees)
         if len(memory.noted) >= AT_ONCE:
-            self._look(trees)
+            self.take_in(trees)
         if memory.fits(nbytes, buffers):
             return True
         if nbytes > memory.budget or buffers > memory.max_buffers:
@@ -125,13 +125,13 @@ class Evictor:
         for number in self._leased:  # leases may have ended
             self._put_again(number)
         self._leased.clear()
-        self._look(trees)
+        self.take_in(trees)
         while not memory.fits(nbytes, buffers):
             item = self._worst(now, only_warm)
             if item is None:
                 return False
             self._evict(item)
-            self._look(trees)
+            self.take_in(trees)
         return True
 
     def let_wait(self, node: Node) -> None:
@@ -167,12 +167,12 @@ class Evictor:
         self._leased.clear()
         self._filed = self._chats = self._count_again = 0
 
-    def _look(self, trees: list[Tree]) -> None:
+    def take_in(self, trees: list[Tree], most: int | None = None) -> None:
         """Take what is new into the index, what is gone out of it, and appraise again, once each,
-        whatever is worth more or less for it."""
+        whatever is worth more or less for it. `most`: so many nodes, and the rest another time."""
         noted = self.memory.noted
         near: dict[Node | None, None] = {}
-        while noted:
+        for _ in range(min(len(noted), most or len(noted))):
             node, _ = noted.popitem()
             if node.parent is None:
                 self._drop(node)

@@ -13,7 +13,6 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ..pages import Form, numbers, unfilled
 from ..payload import PackedState, Packing, Rows, RowShape, Segment, Slot
 from .files import Arrays, Entry, blank
 
@@ -28,7 +27,7 @@ def pack_rows(rows: Rows) -> Arrays:
     arrays: Arrays = {}
     for i, segment in enumerate(rows.segments):
         for j, array in enumerate(segment.arrays):
-            arrays[f"{i}.{j}"] = numbers(array)
+            arrays[f"{i}.{j}"] = _to_numpy(array)
     packing = rows.packing
     arrays[DESCRIPTION] = _text(
         {
@@ -50,8 +49,9 @@ class Receiver:
 
     def new(self, entries: Sequence[Entry]) -> Arrays:
         arrays = blank([e for e in entries if not self._is_filled(e)])
-        filled = filter(self._is_filled, entries)
-        self._made = unfilled({e.name: Form(e.shape, DTYPES[e.dtype.name]) for e in filled})
+        for entry in filter(self._is_filled, entries):
+            self._made[entry.name] = mx.zeros(entry.shape, DTYPES[entry.dtype.name])
+        mx.eval(self._made)  # at once: each evaluation is a way to MLX's thread and back
         arrays |= {name: np.asarray(array) for name, array in self._made.items()}
         return {entry.name: arrays[entry.name] for entry in entries}
 
@@ -81,7 +81,7 @@ def unpack_rows(arrays: Arrays, received: Receiver) -> Rows:
 
 
 def pack_state(state: PackedState) -> Arrays:
-    arrays = {str(i): numbers(array) for i, array in enumerate(state.arrays)}
+    arrays = {str(i): _to_numpy(array) for i, array in enumerate(state.arrays)}
     dtypes = [NAMES[str(a.dtype)] for a in state.arrays]
     arrays[DESCRIPTION] = _text({"skeleton": _described(state.skeleton), "dtypes": dtypes})
     return arrays
@@ -97,6 +97,12 @@ def unpack_state(arrays: Arrays, received: Receiver) -> PackedState:
 
 def _text(value: dict[str, Any]) -> npt.NDArray[Any]:
     return np.frombuffer(json.dumps(value).encode(), np.uint8)
+
+
+def _to_numpy(array: mx.array) -> npt.NDArray[Any]:
+    if array.dtype == mx.bfloat16:  # numpy has no such numbers
+        array = array.view(mx.uint16)
+    return np.asarray(array)
 
 
 def _described(item: Any) -> Any:

@@ -21,6 +21,10 @@ FRESH = 60 * SECOND
 nothing otherwise, and who flushed it counts on it."""
 
 
+AT_ONCE = 64
+"""Nodes that are appraised while there is room."""
+
+
 class Room:
     """What other models have here goes first, then what the policy of memory says."""
 
@@ -60,8 +64,8 @@ class Room:
             log.info("the disk tier is full: what %s has in it goes", name)
             self._writer.put(Job(clears=stranger))
         if self._lacking(nbytes) <= 0:
-            # There is room; what came since is taken in, so that it does not pile up.
-            self._evictor.make_room([own.tree for own in self._trees], 0, 0, int(time.time()))
+            # Of what came since, a little each time: all of it on a full disk would take seconds.
+            self._evictor.take_in([own.tree for own in self._trees], AT_ONCE)
             return True
         if not self._read_all:
             self._trees.read_all()

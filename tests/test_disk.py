@@ -675,3 +675,13 @@ def test_another_models_things_go_first(tmp_path: Path) -> None:
     cache = cache_on(tmp_path, new, disk_size="1MB")
     assert all(cache.match(each).resume == 99 for each in prompts)
     cache.close()
+
+
+def test_flush_says_false_where_the_disk_is_too_small(tmp_path: Path) -> None:
+    model = zoo.tiny("llama")
+    cache = cache_on(tmp_path, model, memory="64MB", disk_size="1MB")
+    run(model, cache, prompt(40))
+    assert cache.flush()
+    run(model, cache, prompt(4000, 1))
+    assert not cache.flush()
+    cache.close()

@@ -147,14 +147,24 @@ def restore(name: str, tokens: Any, rounds: int, folder: Path) -> None:
         )
 
 
-def decode_rate(model: Any, caches: list[Any], goes_on: Callable[[float], bool]) -> float:
-    """Tokens a second, for as long as `goes_on` says after so many seconds."""
-    began, steps, past = time.perf_counter(), 0, 0.0
-    while goes_on(past):
-        mx.eval(model(mx.array([[1]]), cache=caches))
-        steps += 1
-        past = time.perf_counter() - began
-    return steps / past
+def decode_rate(
+    model: Any, cache: PrefixCache, tokens: Any, goes_on: Callable[[float], bool]
+) -> float:
+    """Tokens a second after a prompt, for as long as `goes_on` says after so many seconds. Answers
+    are short, so that no token is slower than others for the length of what is before it."""
+    began, steps, decoding = time.perf_counter(), 0, 0.0
+    while goes_on(time.perf_counter() - began):
+        with cache.acquire(tokens, room=ANSWER) as lease:
+            started = time.perf_counter()
+            for _ in range(ANSWER):
+                mx.eval(model(mx.array([[1]]), cache=lease.caches))
+            decoding += time.perf_counter() - started
+            steps += ANSWER
+    return steps / decoding
+
+
+ANSWER = 32
+"""Tokens."""
 
 
 def decode_beside_the_writer(tokens: Any, rounds: int, folder: Path) -> None:
@@ -170,16 +180,17 @@ def decode_beside_the_writer(tokens: Any, rounds: int, folder: Path) -> None:
         for tree in cache._trees.values():
             for node in tree.nodes():
                 disk.changed(tree, node)
-        with cache.acquire(tokens[:500], room=20_000) as lease:
-            decode_rate(model, lease.caches, lambda past: past < 0.2)
-            before = decode_rate(model, lease.caches, lambda past: past < 0.5)
+        asked = tokens[:500]
+        with cache.acquire(asked):  # somebody is served all the while
+            decode_rate(model, cache, asked, lambda past: past < 0.2)
+            before = decode_rate(model, cache, asked, lambda past: past < 1)
             cache.flush(wait=False)
             began, rests = time.perf_counter(), disk.writer.rests
-            busy = decode_rate(model, lease.caches, lambda _: disk.writer.waiting > 0)
+            busy = decode_rate(model, cache, asked, lambda _: disk.writer.waiting > 0)
             assert disk.writer.rests > rests
             seconds.append(time.perf_counter() - began)
             disk.wait()
-            after = decode_rate(model, lease.caches, lambda past: past < 0.5)
+            after = decode_rate(model, cache, asked, lambda past: past < 1)
         shares.append(2 * busy / (before + after))
     print(
         f"\ndecode rate while 164 MB are written ({np.median(seconds):.1f} s), against idle before "

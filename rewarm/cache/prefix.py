@@ -346,7 +346,8 @@ class PrefixCache:
     def flush(self, *, wait: bool = True, durable: bool = False) -> bool:
         """Make what is held outlive this process; returns when it does.
 
-        Without `wait` it is only given to the writer; False where that had no room for all of it.
+        False where a part is not there after all: the disk refused, or has no room for it. Without
+        `wait` it is only given to the writer; False where that had no room for all of it.
         `durable`: only what is sure to be asked for again, such as system prompts and users' turns.
         A disk that refuses is said in the log."""
         with self._entered():
@@ -354,7 +355,7 @@ class PrefixCache:
         if disk is None:
             return True
         todo: list[Node] | None = None
-        failures = disk.writer.failures
+        refusals = disk.refusals
         while True:
             with self._entered():
                 try:
@@ -365,10 +366,10 @@ class PrefixCache:
                 except Exception:
                     log.exception("the disk tier could not be given what is new")
                     todo = []
-            if not wait:
-                return not todo
-            refused = not disk.wait() or disk.writer.paused or disk.writer.failures > failures
-            if not todo or refused:
+            refused = disk.refusals > refusals
+            if wait:
+                refused |= not disk.wait() or disk.writer.paused or disk.refusals > refusals
+            if not wait or not todo or refused:
                 return not todo and not refused
 
     def clear(self) -> None:

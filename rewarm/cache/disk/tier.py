@@ -64,6 +64,7 @@ class DiskTier:
         self._room = Room(store, self.writer, self.trees, layout, policy)
         self._readers = ThreadPoolExecutor(READERS, "rewarm-disk-read")
         self._fresh: dict[Node, Tree] = {}
+        self._left_out = 0
         self._group = min(GROUP, store.limit // GROUP_SHARE)
 
     # Reading
@@ -181,17 +182,19 @@ class DiskTier:
             if tree is None:
                 continue
             namespace = names.get(id(tree))
-            if (
-                node.parent is None
-                or namespace is None
-                or (
-                    not node.warm
-                    and self._worth(node, durable)
-                    and self.keep(namespace, tree, node)
-                )
-            ):
+            if node.parent is None or namespace is None:
                 del self._fresh[node]
+            elif not node.warm and self._worth(node, durable):
+                if self.keep(namespace, tree, node):
+                    del self._fresh[node]
+                else:
+                    self._left_out += 1
         return []
+
+    @property
+    def refusals(self) -> int:
+        """How often something could not be written, or there was no room for it."""
+        return self.writer.failures + self._left_out
 
     def gone(self, node: Node) -> None:
         """Memory has let go of a node."""

@@ -36,7 +36,7 @@ MOST_WAITING = 256 << 20
 """Bytes that may wait to be written: they are in memory, beside the budget."""
 NICE = 10
 """How far the writer stands back behind the threads that run the model."""
-REST = 9.0
+REST = 24.0
 """Seconds without work after each second of the processor's time, while others need it."""
 LONGEST_REST = 1.0
 NEARLY_FULL = 0.75

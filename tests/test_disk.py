@@ -685,3 +685,27 @@ def test_flush_says_false_where_the_disk_is_too_small(tmp_path: Path) -> None:
     run(model, cache, prompt(4000, 1))
     assert not cache.flush()
     cache.close()
+
+
+def test_what_is_being_written_is_not_counted_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a job is in the store already, and all of it in the writer's queue."""
+    model = zoo.tiny("qwen3_5")
+    cache = cache_on(tmp_path, model, disk_size="3MB")
+    assert cache.disk is not None
+    writer, put = cache.disk.writer, cache.disk.store.put_payload
+    seen = []
+
+    def watched(*given: Any) -> Any:
+        before = writer.left()
+        stored = put(*given)
+        seen.append((before, writer.left()))
+        return stored
+
+    monkeypatch.setattr(cache.disk.store, "put_payload", watched)
+    run(model, cache, prompt(300))
+    assert cache.flush()
+    assert seen
+    assert all(before == after for before, after in seen)
+    cache.close()

@@ -89,9 +89,8 @@ class Room:
         return self._lacking(nbytes) <= 0
 
     def _lacking(self, nbytes: int) -> int:
-        coming = self._writer.waiting - self._writer.freeing
         try:
-            return nbytes + MARGIN + coming - self._store.room()
+            return nbytes + MARGIN - self._writer.left()
         except OSError:  # the folder is gone, or the store is broken: there is no room at all
             return UNLIMITED
 

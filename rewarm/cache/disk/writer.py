@@ -106,8 +106,10 @@ class Writer:
         self.written = 0
         self._jobs: deque[Job] = deque()
         self.waiting = 0
-        """Bytes to be written, and bytes that will be free."""
+        """Bytes to be written, and bytes that will be free, of jobs that are not over."""
         self.freeing = 0
+        self._room = 0
+        """What the store had room for between the last two jobs. Amid one it is half done."""
         self._put = self._ended = 0
         """How many jobs there were, and how many of them are over."""
         self.failures = 0
@@ -138,10 +140,19 @@ class Writer:
         """Whether the disk refused a moment ago."""
         return time.monotonic() < self._paused_until
 
+    def left(self) -> int:
+        """The bytes that there is room for once all that waits is done."""
+        with self._changed:
+            if self._put == self._ended:
+                return self.store.room()
+            return self._room - self.waiting + self.freeing
+
     def put(self, job: Job) -> None:
         with self._changed:
             if self._closed:
                 return
+            if self._put == self._ended:
+                self._look_for_room()
             self._jobs.append(job)
             self._put += 1
             self.waiting += job.nbytes
@@ -213,9 +224,16 @@ class Writer:
                 self._changed.notify_all()
                 ended = self._changed.wait_for(lambda: self._closed, PAUSE)
         with self._changed:
+            self._look_for_room()
             self._count_out(job)
             self._stuck = False
             self._changed.notify_all()
+
+    def _look_for_room(self) -> None:
+        try:
+            self._room = self.store.room()
+        except OSError:  # the folder is gone, or the store is broken
+            self._room = 0
 
     def _count_out(self, job: Job) -> None:
         self.waiting -= job.nbytes

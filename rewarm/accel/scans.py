@@ -222,19 +222,10 @@ def _gla(
     return y.astype(v.dtype), state.squeeze(2).astype(v.dtype)
 
 
-def _wkv7(
-    self: Any,
-    r: mx.array,
-    w: mx.array,
-    k: mx.array,
-    v: mx.array,
-    a: mx.array,
-    b: mx.array,
-    state: mx.array | None,
-) -> tuple[mx.array, mx.array]:
+def _wkv7(self: Any, r: mx.array, *others: Any) -> tuple[mx.array, mx.array]:
     """For `rwkv7.Rwkv7TimeMixing._wkv7`."""
     rule = wkv7 if r.shape[1] >= PAYS else functools.partial(_stock["rwkv7"], self)
-    found: tuple[mx.array, mx.array] = rule(r, w, k, v, a, b, state)
+    found: tuple[mx.array, mx.array] = rule(r, *others)
     return found
 
 

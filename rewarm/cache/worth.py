@@ -14,7 +14,7 @@ What = Literal["leaf", "checkpoint", "window"]
 UNMARKED_WINDOW = 0.05
 """How likely a window outside every checkpoint is asked for, against one inside."""
 
-LEFT_BEHIND = 1 / 16
+LEFT_BEHIND = 1 / 8
 """How likely a chat goes back to a checkpoint that it has left behind, against its last one."""
 
 FARTHEST = 64

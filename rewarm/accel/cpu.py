@@ -65,12 +65,7 @@ _stock: dict[str, Operation] = {}
 
 def install() -> bool:
     """Make MLX use these on a Linux x86 CPU; says whether it does."""
-    if (
-        os.environ.get("REWARM_ACCEL", "").strip().lower() in ("0", "off")
-        or sys.platform != "linux"
-        or platform.machine() != "x86_64"
-        or mx.default_device() != mx.cpu
-    ):
+    if os.environ.get("REWARM_ACCEL", "").strip().lower() in ("0", "off") or not is_slow():
         return False
     if not _stock:
         _stock["silu"] = nn.silu
@@ -80,6 +75,12 @@ def install() -> bool:
         nn.Conv1d.__call__ = _convolution
         mx.fast.scaled_dot_product_attention = _attention
     return True
+
+
+def is_slow() -> bool:
+    """Whether MLX's own are, where this runs."""
+    here = sys.platform, platform.machine()
+    return here == ("linux", "x86_64") and mx.default_device() == mx.cpu
 
 
 @functools.partial(mx.compile, shapeless=True)

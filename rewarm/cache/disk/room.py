@@ -19,8 +19,6 @@ MARGIN = 16 << 10
 FRESH = 60 * SECOND
 """What was written or read so lately stays while there is anything older: writing it was for
 nothing otherwise, and who flushed it counts on it."""
-
-
 AT_ONCE = 64
 """Nodes that are appraised while there is room."""
 

@@ -39,6 +39,7 @@ NICE = 10
 REST = 24.0
 """Seconds without work after each second of the processor's time, while others need it."""
 LONGEST_REST = 1.0
+"""Seconds."""
 NEARLY_FULL = 0.75
 """Of what may wait: from there on it does not rest, for what finds no room is never written."""
 PAUSE = 30.0

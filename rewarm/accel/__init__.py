@@ -1,5 +1,12 @@
 """What Rewarm makes faster where MLX is slow."""
 
+import os
+
+
+def is_off() -> bool:
+    """Whether mlx-lm and MLX are to be left as they come."""
+    return os.environ.get("REWARM_ACCEL", "").strip().lower() in ("0", "off")
+
 
 def install() -> None:
     """In this process, where it is faster on the device at hand (docs/accel.md).

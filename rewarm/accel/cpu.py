@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
+
+from . import is_off
 
 nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow
 
@@ -65,7 +66,7 @@ _stock: dict[str, Operation] = {}
 
 def install() -> bool:
     """Make MLX use these on a Linux x86 CPU; says whether it does."""
-    if os.environ.get("REWARM_ACCEL", "").strip().lower() in ("0", "off") or not is_slow():
+    if is_off() or not is_slow():
         return False
     if not _stock:
         _stock["silu"] = nn.silu

@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
+
+from . import is_off
 
 log = logging.getLogger("rewarm")
 
@@ -62,10 +63,7 @@ def install() -> bool:
     On Metal mlx-lm has a kernel of its own, and nothing is done.
     """
     global _stock
-    if (
-        os.environ.get("REWARM_ACCEL", "").strip().lower() in ("0", "off")
-        or mx.metal.is_available()
-    ):
+    if is_off() or mx.metal.is_available():
         return False
     try:
         from mlx_lm.models import gated_delta

@@ -15,14 +15,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from . import cpu
+from . import cpu, is_off
 from .delta import (
     decay_by_head,
     in_chunks,
@@ -65,10 +64,7 @@ def install() -> bool:
 
     What is not imported is left alone: to import all of mlx-lm's models would take long.
     """
-    if (
-        os.environ.get("REWARM_ACCEL", "").strip().lower() in ("0", "off")
-        or mx.metal.is_available()
-    ):
+    if is_off() or mx.metal.is_available():
         return False
     used = [_put(place) for place in PLACES]
     return any(used)

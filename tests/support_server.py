@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from mlx_lm.tool_parsers import json_tools
 from rewarm import PrefixCache
 from rewarm.api.options import ServerOptions
 from rewarm.api.serve import Server, serve
+from rewarm.api.service import Service
 from rewarm.engine.engine import Engine, EngineOptions, Loaded
 from rewarm.engine.request import Request
 
@@ -81,6 +82,7 @@ class Running:
     url: str
     engine: ScriptedEngine
     model: Counted
+    service: Service
     headers: dict[str, str] = field(default_factory=dict)
 
     @contextmanager
@@ -96,15 +98,25 @@ class Running:
         return httpx.Client(base_url=self.url, headers=self.headers, timeout=30, **options)
 
     def settle(self) -> None:
-        """Until the engine has nothing to do, warm-ahead included."""
-        deadline = time.monotonic() + 20
+        """Until the engine has nothing to do, warm-ahead included, which is rendered before the
+        engine hears of it."""
+        deadline = time.monotonic() + 60
         quiet = 0
         while quiet < 3:
+            for pool in (self.service._pool, self.service._large):
+                caught_up(pool)
             stats = self.engine.stats()
             busy = stats.waiting or stats.prefilling or stats.decoding or stats.warm_waiting
             quiet = 0 if busy else quiet + 1
             assert time.monotonic() < deadline, stats
             time.sleep(0.02)
+
+
+def caught_up(pool: ThreadPoolExecutor) -> None:
+    """Until all that a pool was given so far is done: then all its threads can meet."""
+    together = threading.Barrier(pool._max_workers)
+    for met in [pool.submit(together.wait, 60) for _ in range(pool._max_workers)]:
+        met.result()
 
 
 def started_engine(
@@ -136,10 +148,7 @@ def running(
     """A real server in a thread."""
     engine, model = started_engine(tokenizer, **(engine_options or {}))
     assert engine.wait(60) == "ready", engine.detail
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = Server(engine, ServerOptions(port=port, **{"model_name": "tiny", **options}))
+    server = Server(engine, ServerOptions(port=0, **{"model_name": "tiny", **options}))
     thread = threading.Thread(target=server.run, name="server")
     thread.start()
     try:
@@ -148,7 +157,7 @@ def running(
             time.sleep(0.01)
         key = options.get("api_key")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        yield Running(f"http://127.0.0.1:{port}", engine, model, headers)
+        yield Running(server.url, engine, model, server.config.app.state.service, headers)
     finally:
         server.should_exit = True
         thread.join(30)
@@ -157,23 +166,5 @@ def running(
 
 def main(context: int = 32768) -> None:
     """A server of its own, for tests that stop it with a signal."""
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     engine, _ = started_engine(context=context)
-    assert engine.wait(60) == "ready", engine.detail
-    threading.Thread(target=_announce, args=(port,), daemon=True).start()
-    serve(engine, ServerOptions(port=port, grace=1.0))
-
-
-def _announce(port: int) -> None:
-    url = f"http://127.0.0.1:{port}"
-    while True:
-        try:
-            httpx.get(f"{url}/health")
-        except httpx.TransportError:
-            time.sleep(0.02)
-        else:
-            print(url, flush=True)
-            return
+    serve(engine, ServerOptions(port=0, grace=1.0), lambda url: print(url, flush=True))

@@ -73,13 +73,13 @@ def ask(page: Browser, server: Running, question: str, answer: str) -> None:
     server.settle()
 
 
-def seen(page: Browser, server: Running) -> int:
-    """Until the page shows the tree that the server has; how many tokens its spans cover."""
+def seen(page: Browser, server: Running) -> dict[str, Any]:
+    """The tree that the server has, once the page shows it."""
     with server.client() as http:
-        body = http.get("/v1/cache", params={"limit": 400}).json()
+        body: dict[str, Any] = http.get("/v1/cache", params={"limit": 400}).json()
     tokens = f"{body['tokens']:,} tokens in {body['entries']:,} spans"
     page.wait(f"document.getElementById('tree-sum').textContent.startsWith('{tokens}')")
-    return int(body["tokens"])
+    return body
 
 
 @in_a_browser
@@ -129,9 +129,7 @@ def test_the_tree_has_every_span_and_says_which_message_it_is(
 ) -> None:
     opened(page, server)
     ask(page, server, "Where is the boat?", "At the quay.")
-    seen(page, server)
-    with server.client() as http:
-        nodes = http.get("/v1/cache", params={"limit": 400}).json()["tree"]["nodes"]
+    nodes = seen(page, server)["tree"]["nodes"]
     assert page.run(SPANS) == sum(1 for node in nodes if node["tokens"])
     wide = page.run(
         "[...document.querySelectorAll('#tree rect.body')].map((r) => r.width.baseVal.value)"

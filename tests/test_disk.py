@@ -583,12 +583,12 @@ def written_after(cache: PrefixCache, model: Any, count: int) -> int:
         run(model, cache, prompt(60, seed, zoo.vocabulary("llama")))
     cache.flush(wait=False)
     assert cache.disk is not None
-    disk, last, quiet = cache.disk.writer, -1, 0
-    while quiet < 20:
+    disk, until = cache.disk.writer, time.monotonic() + 60
+    while disk.waiting and not disk.rests:
+        assert time.monotonic() < until, "the writer neither works nor rests"
         time.sleep(0.01)
-        quiet = quiet + 1 if disk._ended == last else 0
-        last = disk._ended
-    return last
+    time.sleep(0.2)  # it may go on although it should not
+    return disk._ended
 
 
 @pytest.mark.usefixtures("endless_rest")

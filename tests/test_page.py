@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,21 @@ def page(window: Browser) -> Iterator[Browser]:
     """A browser in which nothing has gone wrong, before the test and after it."""
     window.problems.clear()
     yield window
-    window.run("sessionStorage.clear()")
-    window.open("about:blank")
     assert window.problems == []
 
 
+@contextmanager
+def shown(page: Browser, **options: Any) -> Iterator[Running]:
+    """A server that outlives the page it is asked by."""
+    with running(**options) as started:
+        yield started
+        page.run("sessionStorage.clear()")
+        page.open("about:blank")
+
+
 @pytest.fixture
-def server() -> Iterator[Running]:
-    with running() as started:
+def server(page: Browser) -> Iterator[Running]:
+    with shown(page) as started:
         yield started
 
 
@@ -209,7 +217,7 @@ def test_an_answer_can_be_stopped(page: Browser, server: Running) -> None:
 
 @in_a_browser
 def test_the_api_key_is_asked_for_and_kept_in_the_tab(page: Browser) -> None:
-    with running(api_key="right") as server:
+    with shown(page, api_key="right") as server:
         page.open(server.url)
         page.size(1300, 850)
         page.wait("document.getElementById('key-dialog').open")
@@ -235,7 +243,7 @@ def test_the_line_to_paste_is_answered_by_this_server(page: Browser, key: str | 
     curl, bash = shutil.which("curl"), shutil.which("bash")
     if curl is None or bash is None:
         pytest.skip("needs curl and bash")
-    with running(api_key=key, model_name="the harbour's") as server:
+    with shown(page, api_key=key, model_name="the harbour's") as server:
         page.open(server.url)
         page.run(f"sessionStorage.setItem('rewarm.key', {key!r})" if key else "0")
         opened(page, server)
@@ -333,8 +341,8 @@ def test_the_page_is_in_the_wheel(tmp_path: Path) -> None:
     assert {f"rewarm/api/page/{name}" for name in FILES} <= set(names)
 
 
-def test_nothing_inline_and_nothing_from_elsewhere(server: Running) -> None:
-    with server.client() as http:
+def test_nothing_inline_and_nothing_from_elsewhere() -> None:
+    with running() as server, server.client() as http:
         page = http.get("/")
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy

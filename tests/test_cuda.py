@@ -1,0 +1,204 @@
+"""The gated delta rule in a CUDA kernel: when it is used, and that it is right."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from rewarm.accel import cuda, delta
+
+from .test_delta import Case, Inputs, by_token, distance, inputs, off_metal, outputs, sampled
+
+on_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
+
+KNOWN = Case(100, key_dim=64, value_dim=32, shared_by=2)
+
+
+def arrays(given: Inputs) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
+    return given.q, given.k, given.v, given.g, given.beta
+
+
+def rule(given: Inputs) -> delta.Rule:
+    return delta.rule_for(*arrays(given), given.mask)
+
+
+@pytest.fixture
+def on_a_cpu() -> Iterator[None]:
+    with mx.stream(mx.cpu):
+        yield
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing was found out about the kernel yet, nor is after the test."""
+    monkeypatch.setattr(cuda, "_refused", [])
+    cuda.agrees.cache_clear()
+    yield
+    cuda.agrees.cache_clear()
+
+
+@off_metal
+@pytest.mark.usefixtures("on_a_cpu")
+def test_on_a_cpu_the_kernel_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "by_token", None)
+    given = inputs(KNOWN)
+    assert rule(given) is delta.chunked
+    y, _ = delta._installed(*arrays(given), given.state)
+    assert y.shape == given.v.shape
+
+
+@pytest.mark.parametrize(
+    ("case", "known"),
+    [
+        (Case(1, key_dim=128, value_dim=128), True),
+        (Case(9, key_dim=96, value_dim=48, by_key=True), True),
+        (Case(9, key_dim=256, value_dim=16), True),
+        (Case(9, key_dim=100, value_dim=16), False),
+        (Case(9, key_dim=16, value_dim=16), False),
+        (Case(9, key_dim=512, value_dim=16), False),  # more state than there are registers
+        (Case(9, key_dim=128, value_dim=24), False),
+    ],
+)
+def test_the_kernel_knows_some_shapes(case: Case, known: bool) -> None:
+    given = inputs(case)
+    assert cuda._knows(*arrays(given)) is known
+    assert cuda._knows(*arrays(given.rounded(mx.bfloat16))) is known
+    assert not cuda._knows(*arrays(replace(given, k=given.k.astype(mx.bfloat16))))
+    assert not cuda._knows(*arrays(replace(given, g=given.g > 0)))
+
+
+@pytest.mark.usefixtures("on_a_cpu", "unknown")
+def test_a_kernel_that_cannot_run_is_left_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda, "_is_cuda", lambda: True)  # there is none: it fails as it would
+    with caplog.at_level(logging.INFO, logger="rewarm"):
+        for case in (KNOWN, replace(KNOWN, by_key=True), replace(KNOWN, masked=0.2)):
+            given = inputs(case)
+            y, state = delta._installed(*arrays(given), given.state, given.mask)
+            right, right_state = by_token(given)
+            assert distance(outputs(y, given.mask), right) <= 1e-5
+            assert distance(state, right_state) <= 1e-5
+    assert len(caplog.records) == 1
+    assert "in chunks" in caplog.text
+    assert "cuda" in caplog.text
+
+
+@pytest.mark.usefixtures("unknown")
+@pytest.mark.parametrize("wrong", ["outputs", "state", "not a number"])
+def test_a_kernel_that_is_wrong_is_not_used(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def kernel(*given: Any) -> tuple[mx.array, mx.array]:
+        y, state = delta.chunked(*given)
+        by = float("nan") if wrong == "not a number" else 1.05
+        return (y, state * by) if wrong == "state" else (y * by, state)
+
+    monkeypatch.setattr(cuda, "_is_cuda", lambda: True)
+    monkeypatch.setattr(cuda, "by_token", kernel)
+    with caplog.at_level(logging.INFO, logger="rewarm"):
+        assert rule(inputs(KNOWN)) is delta.chunked
+        assert rule(inputs(KNOWN)) is delta.chunked
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.usefixtures("unknown")
+def test_a_kernel_that_agrees_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+
+    def kernel(*given: Any) -> tuple[mx.array, mx.array]:
+        checked.append(given[0].shape[1])
+        return delta.chunked(*given)
+
+    monkeypatch.setattr(cuda, "_is_cuda", lambda: True)
+    monkeypatch.setattr(cuda, "by_token", kernel)
+    for case in (KNOWN, replace(KNOWN, length=1), replace(KNOWN, length=5000)):
+        assert rule(inputs(case).rounded(mx.bfloat16)) is kernel
+    assert checked == [cuda.CHECKED]
+    assert rule(inputs(replace(KNOWN, masked=0.2))) is kernel
+    assert checked == [cuda.CHECKED] * 2  # another kernel, looked at once, too
+
+
+def test_a_gradient_passes_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-lm trains through this function, and MLX knows no gradient of a kernel."""
+
+    def launched(inputs: list[mx.array], **_: Any) -> list[mx.array]:
+        return [mx.stop_gradient(x) for x in delta.chunked(*inputs)]
+
+    if not mx.cuda.is_available():
+        monkeypatch.setattr(cuda, "_kernel", lambda masked: launched)
+    given = inputs(replace(KNOWN, length=40, masked=0.2))
+
+    def loss(rule: delta.Rule, v: mx.array, beta: mx.array) -> mx.array:
+        y, state = rule(given.q, given.k, v, given.g, beta, given.state, given.mask)
+        total: mx.array = (outputs(y, given.mask) ** 2).sum() + state.sum()
+        return total
+
+    for wanted in (1, 2):
+        ours = mx.grad(loss, wanted)(cuda.by_token, given.v, given.beta)
+        right = mx.grad(loss, wanted)(delta.chunked, given.v, given.beta)
+        assert distance(ours, np.array(right).astype(np.float64)) <= 1e-2
+        assert float(mx.abs(ours).max()) > 0
+
+
+def test_kernels_that_differ_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX finds what it compiled, in memory and on disk, by name."""
+    names: list[str] = []
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda name, **_: names.append(name))
+    for masked, source in ((False, "a"), (True, "COUNTS"), (False, "b"), (False, "a")):
+        monkeypatch.setattr(cuda, "SOURCE", source)
+        cuda._kernel.__wrapped__(masked)
+    assert len(set(names)) == 3
+    assert names[0] == names[3]
+
+
+def assert_right(given: Inputs, tolerance: float) -> None:
+    y, state = cuda.by_token(*arrays(given), given.state, given.mask)
+    right_y, right_state = by_token(given)
+    assert y.dtype == given.q.dtype
+    assert state.dtype == mx.float32
+    assert not mx.isnan(y).any().item()
+    assert distance(outputs(y, given.mask), right_y) <= tolerance
+    assert distance(state, right_state) <= tolerance
+
+
+@on_cuda
+@pytest.mark.parametrize("case", list(sampled()), ids=lambda case: f"{case.seed}-{case.length}")
+def test_the_kernel_gives_what_the_rule_gives(case: Case) -> None:
+    case = replace(
+        case, key_dim=-(-case.key_dim // 32) * 32, value_dim=-(-case.value_dim // 16) * 16
+    )
+    assert_right(inputs(case), 1e-5)
+    assert_right(inputs(case).rounded(mx.bfloat16), 1e-2)
+
+
+@on_cuda
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 300, 4096])
+def test_every_length_is_right(length: int, by_key: bool) -> None:
+    case = Case(length, by_key, (0.0, 1.0), beta=2, key_heads=1, key_dim=128, value_dim=16)
+    assert_right(inputs(case), 1e-5)
+
+
+@on_cuda
+def test_where_a_prompt_is_cut_changes_no_bit() -> None:
+    given = inputs(replace(KNOWN, length=150))
+    whole, whole_state = cuda.by_token(*arrays(given), given.state)
+    for cut in (1, 16, 100, 149):
+        first, state = cuda.by_token(*arrays(given.cut(0, cut)), given.state)
+        last, state = cuda.by_token(*arrays(given.cut(cut, 150)), state)
+        assert mx.array_equal(mx.concatenate([first, last], axis=1), whole).item()
+        assert mx.array_equal(state, whole_state).item()
+
+
+@on_cuda
+def test_on_a_cuda_device_it_is_the_kernel() -> None:
+    for case in (KNOWN, replace(KNOWN, by_key=True), replace(KNOWN, masked=0.2)):
+        for dtype in (mx.float32, mx.bfloat16):
+            assert rule(inputs(case).rounded(dtype)) is cuda.by_token

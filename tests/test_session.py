@@ -265,6 +265,39 @@ def test_an_interrupted_step_stores_nothing_of_the_answer() -> None:
     assert session.generate(longer, max_tokens=4).tokens == cold.tokens
 
 
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError])
+def test_an_interrupted_chunk_leaves_only_what_was_whole(failure: type[BaseException]) -> None:
+    """Its first layers have gone on already, and their state belongs to no position."""
+    session = session_of()
+    chat = chat_of("And all of this? " * 20)
+    layers = session.model._model.language_model.model.layers
+    whole, calls = layers[-1], 0
+
+    class Interrupted:
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 6:
+                raise failure
+            return whole(*args, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(whole, name)
+
+    layers[-1] = Interrupted()
+    with pytest.raises(failure):
+        session.chat(chat, max_tokens=4)
+    layers[-1] = whole
+    session.cache.verify()
+    again = session.chat(chat, max_tokens=4, logprobs=True)
+    cold = session_of().chat(chat, max_tokens=4, logprobs=True)
+    assert again.usage.cached_tokens >= len(SYSTEM["content"])
+    assert again.tokens == cold.tokens
+    assert again.logprobs is not None
+    assert cold.logprobs is not None
+    assert np.allclose(again.logprobs, cold.logprobs, atol=1e-4)
+
+
 def test_a_long_answer_on_a_sliding_window_can_be_resumed_anywhere() -> None:
     model = zoo.tiny("gpt_oss")
     session = Session(model, tiny_tokenizer(), PrefixCache(model, memory="64MB", chunk=32))

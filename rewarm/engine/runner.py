@@ -180,8 +180,12 @@ class Runner:
         cut = next((c for c in lease.cuts if c.stop > lease.position), None)
         if cut is not None:
             chunk = mx.array(lease.tokens[lease.position : cut.stop])
-            self.model(chunk[None], cache=lease.caches)
-            mx.eval([c.state for c in lease.caches])
+            try:
+                self.model(chunk[None], cache=lease.caches)
+                mx.eval([c.state for c in lease.caches])
+            except BaseException:
+                lease.caches = []  # some layers have gone on, others not: nobody may store that
+                raise
             if sequence.warm:
                 self.warm_tokens += chunk.size
             else:

@@ -32,6 +32,8 @@ WORDS += ["summer", "lantern", "copper", "island", "morning", "thunder", "basket
 Messages = list[dict[str, Any]]
 
 NO_WARM = ("--no-warm-ahead",)
+PAUSE = 0.05
+"""Seconds between one server's answer and the next one's request."""
 
 T = TypeVar("T")
 
@@ -132,10 +134,13 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def in_turns(sides: Sequence[T], i: int) -> list[T]:
-    """Another one first each time: what disturbs the machine disturbs all of them."""
+def in_turns(sides: Sequence[T], i: int) -> Iterator[T]:
+    """Another one first each time: what disturbs the machine disturbs all of them. With a pause
+    between them, for a server may still be at work when its answer is out."""
     at = i % len(sides)
-    return [*sides[at:], *sides[:at]]
+    for side in (*sides[at:], *sides[:at]):
+        time.sleep(PAUSE)
+        yield side
 
 
 def compare_ttft(bench: Bench, got: Sequence[tuple[Side, list[Answered]]]) -> None:

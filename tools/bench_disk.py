@@ -36,6 +36,8 @@ from rewarm.cache.layout import Layout  # noqa: E402
 VOCABULARY = 512
 MODELS = {"narrow": (4, 32), "wide": (16, 64)}
 """Heads and their width: 1 and 8 KB of rows a token."""
+ANSWER = 32
+"""Tokens."""
 
 
 def hybrid(heads: int, width: int) -> Any:
@@ -164,10 +166,6 @@ def decode_rate(
             decoding += time.perf_counter() - started
             steps += ANSWER
     return steps / decoding
-
-
-ANSWER = 32
-"""Tokens."""
 
 
 def decode_beside_the_writer(tokens: Any, rounds: int, folder: Path) -> None:

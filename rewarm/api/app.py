@@ -49,7 +49,7 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    app.state.service = service
+    app.state.service = service  # for whoever has to wait for what follows an answer
     app.include_router(openai_router(service))
     app.include_router(anthropic_router(service))
     app.include_router(manage_router(service))

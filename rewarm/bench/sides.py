@@ -34,8 +34,8 @@ BEGINNING = 3.0
 """Seconds after an answer within which warm-ahead begins, if at all: on a busy machine, late."""
 
 SPIN = {"OPENBLAS_THREAD_TIMEOUT": "24"}
-"""OpenBLAS' threads look for work for 2**24 cycles, not 2**26, before they sleep. Neither prefill
-nor decoding is slower for it, and whoever is asked next has its core a tenth of a second sooner."""
+"""OpenBLAS' threads look for work for 2**24 cycles, not 2**28, before they sleep: whoever is asked
+next has its core a tenth of a second sooner."""
 
 MLX_LM = "mlx-lm"
 

@@ -200,7 +200,7 @@ class _Run:
             try:
                 if self._prefill(sequence):
                     sound = False
-                    self._on_stream(runner.admit, sequence)
+                    self._on_stream(runner.open, sequence)
                     while True:
                         step = self._step()
                         sound = True

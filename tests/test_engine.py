@@ -8,10 +8,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import BatchKVCache
 
 from rewarm.cache import Boundary, PrefixCache
 from rewarm.engine import Engine, Loaded, Request, Sampled, Sampling, runner
-from rewarm.engine.batch import Batch, decodes_in_batches
+from rewarm.engine.batch import CHECK_STEPS, Batch, decodes_in_batches
 from rewarm.engine.loop import Loop
 from rewarm.engine.runner import Runner
 from rewarm.engine.sampling import make_processors, make_sampler
@@ -319,8 +320,8 @@ def test_a_newcomer_that_cannot_join_starts_over_too(monkeypatch: pytest.MonkeyP
     fuse = ["not yet"]
     join = Batch.join
 
-    def fail_once(self: Batch, newcomer: Batch) -> None:
-        join(self, newcomer)
+    def fail_once(self: Batch, newcomers: list[Batch]) -> None:
+        join(self, newcomers)
         if fuse:
             fuse.pop()
             raise RuntimeError("injected")
@@ -436,6 +437,41 @@ def test_the_batch_check_finds_wrong_logits() -> None:
     assert not decodes_in_batches(Wrong(model), blank, zoo.VOCABULARY)
     quantised = PrefixCache(model, memory="16MB", kv_bits=8, kv_group_size=32).blank
     assert not decodes_in_batches(model, quantised, zoo.VOCABULARY)
+
+
+@pytest.mark.parametrize(("scale", "wrong", "batched"), [(0.0, 0.06, False), (0.06, 0.06, True)])
+def test_the_batch_check_allows_for_as_much_rounding_as_a_sequence_alone_has(
+    scale: float, wrong: float, batched: bool
+) -> None:
+    class Rounds(Counted):
+        def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
+            logits = super().__call__(tokens, **options)
+            rows, length = tokens.shape
+            off = wrong if rows > 1 else scale if 1 < length == CHECK_STEPS else 0.0
+            return logits + off * mx.abs(logits).max() * (-1.0) ** mx.arange(logits.shape[-1])
+
+    model = zoo.tiny("llama")
+    blank = PrefixCache(model, memory="16MB").blank
+    assert decodes_in_batches(Rounds(model), blank, zoo.VOCABULARY) is batched
+
+
+def test_what_is_ready_at_the_same_time_joins_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    merges: list[int] = []
+    merge = BatchKVCache.merge
+
+    def counted(caches: list[Any]) -> Any:
+        merges.append(len(caches))
+        return merge(caches)
+
+    prompts = [prompt(20 + i, seed=i) for i in range(5)]
+    with engine(zoo.tiny("llama")) as server:
+        expected = [answer(server, each, max_tokens=6).tokens for each in prompts]
+        layers = len(zoo.tiny("llama").layers)
+        monkeypatch.setattr(BatchKVCache, "merge", counted)
+        with server._wake:  # it sees all five at once
+            asked = [ask(server, each, max_tokens=6) for each in prompts]
+        assert [each.over().tokens for each in asked] == expected
+    assert merges == [5] * layers
 
 
 def test_a_seed_gives_the_same_answer_alone_in_a_batch_and_from_the_cache() -> None:

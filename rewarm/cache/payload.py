@@ -19,8 +19,9 @@ import numpy as np
 
 from .pages import available, unfilled
 
-SEGMENT = 512
-"""Tokens in one packed array at most: a split copies one segment, never the whole node."""
+SEGMENT, GPU_SEGMENT = 512, 2048
+"""Tokens in one packed array at most: a split copies one segment, never the whole node. On a GPU a
+copy's bytes cost little beside its launch, and a restore has one for each segment and layer."""
 
 WORTH_A_THREAD = 1 << 20
 """Bytes from which arrays are joined by several threads."""
@@ -40,6 +41,10 @@ def detached(parts: Sequence[mx.array], axis: int) -> mx.array:
         shape[axis] = 0
         parts = [parts[0], mx.zeros(shape, parts[0].dtype)]
     return mx.concatenate(list(parts), axis=axis)
+
+
+def longest_segment() -> int:
+    return SEGMENT if mx.default_device() == mx.cpu else GPU_SEGMENT
 
 
 def allocated(nbytes: int) -> int:
@@ -88,23 +93,24 @@ class Packing:
         """The bytes that this many tokens will take once packed."""
         if not tokens:
             return 0
-        whole, rest = divmod(tokens, SEGMENT)
+        longest = longest_segment()
+        whole, rest = divmod(tokens, longest)
         total = 0
         for group in self.groups:
             row = sum(self.shapes[i].heads * self.shapes[i].width for i in group)
             size = row * self.shapes[group[0]].dtype.size
-            total += whole * allocated(size * SEGMENT) + (allocated(size * rest) if rest else 0)
+            total += whole * allocated(size * longest) + (allocated(size * rest) if rest else 0)
         return total
 
     def buffers(self, tokens: int) -> int:
-        return -(-tokens // SEGMENT) * len(self.groups)
+        return -(-tokens // longest_segment()) * len(self.groups)
 
     def pack(self, layers: Sequence[Sequence[mx.array]], start: int, stop: int) -> Rows:
         """Detached copies of row arrays that cover the tokens `start` to `stop`."""
         arrays = [a for layer in layers for a in layer]
-        segments = []
-        for begin in range(start, stop, SEGMENT):
-            end = min(begin + SEGMENT, stop)
+        segments, longest = [], longest_segment()
+        for begin in range(start, stop, longest):
+            end = min(begin + longest, stop)
             cut = [a[:, :, begin - start : end - start] for a in arrays]
             packed = tuple(detached([cut[i] for i in group], HEADS) for group in self.groups)
             segments.append(Segment(begin, end, packed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,7 +40,9 @@ FAR_LENGTHS = (1203, 2381)
 elsewhere. It shows only where there is something to choose from."""
 CHECK_STEPS = 4
 TOLERANCE = 0.05
-"""Of the largest logit. Rounding stays far below it; a mask or a padding that is wrong does not."""
+"""Of the largest logit. A mask or a padding that is wrong stays far above it."""
+MOST_ROUNDING = 0.1
+"""Of the largest logit: as far as a deep model in bfloat16 may be from itself."""
 
 
 @dataclass(frozen=True)
@@ -91,20 +94,20 @@ class Batch:
     def ids(self) -> list[int]:
         return list(self._generation.uids)
 
-    def suits(self, newcomer: Batch) -> bool:
-        """Whether joining wastes little: a batch holds, for everybody, as many rows as its longest
-        sequence has."""
-        lengths = [*self._lengths, *newcomer._lengths]
-        return len(lengths) * (max(lengths) - SPARE_ROWS) <= MOST_PADDING * sum(lengths)
-
-    def join(self, newcomer: Batch) -> None:
-        """Take over another batch's sequences."""
-        for batch in (self, newcomer):
-            if not batch._merged:
-                batch._generation.prompt_cache = merged(batch._generation.prompt_cache)
-                batch._merged = True
-        self._generation.extend(newcomer._generation)
-        self._lengths += newcomer._lengths
+    def join(self, newcomers: Sequence[Batch]) -> None:
+        """Take over the sequences of others, which are alone, in one copy of all caches."""
+        mine = self._generation
+        caches = [batch._generation.prompt_cache for batch in newcomers]
+        if self._merged:
+            for cache, newer in zip(mine.prompt_cache, merged(caches), strict=True):
+                cache.extend(newer)
+        else:
+            mine.prompt_cache = merged([mine.prompt_cache, *caches])
+            self._merged = True
+        for batch in newcomers:
+            batch._generation.prompt_cache = []  # it is in ours
+            mine.extend(batch._generation)
+            self._lengths += batch._lengths
 
     def step(self) -> list[Step]:
         """The next token of every sequence. Where it raises, the batch must not be used again."""
@@ -137,8 +140,16 @@ def _extracted(cache: Any, place: int) -> Any:
     return cache.extract(place)
 
 
-def merged(caches: list[Any]) -> list[Any]:
-    return [c.merge([c]) for c in caches]
+def wastes_little(batches: Sequence[Batch]) -> bool:
+    """Whether these can be one: a batch holds, for everybody, as many rows as its longest sequence
+    has."""
+    lengths = [length for batch in batches for length in batch._lengths]
+    return len(lengths) * (max(lengths) - SPARE_ROWS) <= MOST_PADDING * sum(lengths)
+
+
+def merged(sequences: Sequence[list[Any]]) -> list[Any]:
+    """The caches of all sequences, layer by layer."""
+    return [layer[0].merge(list(layer)) for layer in zip(*sequences, strict=True)]
 
 
 def merges(cache: Any) -> bool:
@@ -171,22 +182,29 @@ def _decodes_in_batches(
     model: Any, blank: MakeCaches, vocabulary: int, lengths: tuple[int, int]
 ) -> bool:
     tokens = np.random.default_rng(0).integers(0, vocabulary, (2, max(lengths) + CHECK_STEPS))
-    alone = []
-    prefilled = []
+    alone, at_once, prefilled = [], [], []
     for row, length in zip(tokens, lengths, strict=True):
-        caches = [_prefilled(model, blank(), row[:length]) for _ in range(2)]
+        caches = [_prefilled(model, blank(), row[:length]) for _ in range(3)]
         steps = [model(mx.array(row[None, i : i + 1]), cache=caches[0]) for i in _steps(length)]
         alone.append(mx.concatenate(steps, axis=1)[0])
-        prefilled.append(caches[1])
-    batch = [caches[0].merge(list(caches)) for caches in zip(*prefilled, strict=True)]
+        at_once.append(model(mx.array(row[None, _steps(length)]), cache=caches[1])[0])
+        prefilled.append(caches[2])
+    batch = merged(prefilled)
     together = []
     for i in range(CHECK_STEPS):
         inputs = [[row[length + i]] for row, length in zip(tokens, lengths, strict=True)]
         together.append(model(mx.array(np.array(inputs)), cache=batch))
-    logits = mx.concatenate(together, axis=1).astype(mx.float32)
-    expected = mx.stack(alone).astype(mx.float32)
-    worst = mx.abs(logits - expected).max() / mx.abs(expected).max()
-    return float(worst) <= TOLERANCE
+    expected = mx.stack(alone)
+    # Sums in another order round otherwise, and how far that goes depends on model and device. It
+    # shows in a sequence that is alone, too, where it takes its steps at once.
+    rounding = min(_apart(mx.stack(at_once), expected), MOST_ROUNDING)
+    return _apart(mx.concatenate(together, axis=1), expected) <= max(TOLERANCE, 2 * rounding)
+
+
+def _apart(logits: mx.array, expected: mx.array) -> float:
+    """The largest distance, of the largest logit."""
+    logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
+    return float(mx.abs(logits - expected).max() / mx.abs(expected).max())
 
 
 def _chooses_keys(cache: Any) -> bool:

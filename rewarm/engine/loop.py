@@ -13,7 +13,7 @@ from rewarm.cache.tree import encode
 from rewarm.errors import EngineFault
 
 from .request import Finish, Report, Request, Sampled
-from .runner import BatchBroken, Runner, Sequence, alternatives
+from .runner import Runner, Sequence, alternatives
 from .scheduler import Job, Scheduler
 
 log = logging.getLogger("rewarm.engine")
@@ -121,20 +121,19 @@ class Loop:
         for each in ids:
             sequence = self.sequences.get(each)
             if sequence is None:
-                continue  # a batch that broke took it along
+                continue  # another answer to its request failed
             try:
-                self.runner.admit(sequence)
+                self.runner.open(sequence)
                 self.scheduler.moved(each, len(sequence.tokens) - 1, "decoding")
-            except BatchBroken as broken:
-                self.runner.dissolve(broken.ids)
-                self._start_over([*broken.ids, each], broken)
             except Exception as error:
                 self.fail(sequence, error)
+        for failed in self.runner.join():
+            self._start_over(*failed)
 
     def _decode(self) -> None:
         decoded = self.runner.decode()
-        for ids, error in decoded.failed:
-            self._start_over(ids, error)
+        for failed in decoded.failed:
+            self._start_over(*failed)
         ended: dict[Finish, list[Sequence]] = {"stop": [], "length": []}
         for step in decoded.steps:
             sequence = self.sequences.get(step.id)

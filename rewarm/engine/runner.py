@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from rewarm.cache.miss import Miss
 from rewarm.cache.placement import Boundary, Kind
 from rewarm.cache.tree import Tokens
 
-from .batch import MOST_PADDING, Batch, Costs, Start, Step
+from .batch import MOST_PADDING, Batch, Costs, Start, Step, wastes_little
 from .request import Alternative, Finish, Report, Request, Sampled
 from .sampling import make_processors, make_sampler
 
@@ -28,14 +29,6 @@ CLEAR_AFTER = 2048
 
 MOST_ROOM = 4096
 """Tokens of an answer that a restored cache has room for; a longer one grows by copying."""
-
-
-class BatchBroken(Exception):
-    """A batch that cannot be continued, with the sequences that are in it."""
-
-    def __init__(self, ids: list[int]) -> None:
-        super().__init__(ids)
-        self.ids = ids
 
 
 @dataclass(eq=False)
@@ -107,11 +100,18 @@ class Sequence:
         )
 
 
+class Failed(NamedTuple):
+    """A batch that cannot be continued: the sequences that were in it."""
+
+    ids: list[int]
+    error: Exception
+
+
 class Decoded(NamedTuple):
-    """A step of every batch, and the sequences of those that failed."""
+    """A step of every batch."""
 
     steps: list[Step]
-    failed: list[tuple[list[int], Exception]]
+    failed: list[Failed]
 
 
 class Runner:
@@ -134,6 +134,8 @@ class Runner:
         """Usually one; more where lengths differ so much that padding would cost more."""
         self._alone: list[Batch] = []
         """Of one sequence each: of models that cannot share, and after a failure."""
+        self._opened: list[Batch] = []
+        """Of one sequence each, about to be shared."""
         self.prefilled_tokens = 0
         self.warm_tokens = 0
         self._since_clearing = 0
@@ -194,8 +196,8 @@ class Runner:
             self._computed(chunk.size)
         return lease.position >= len(lease.tokens) - 1
 
-    def admit(self, sequence: Sequence) -> None:
-        """Into a batch."""
+    def open(self, sequence: Sequence) -> None:
+        """Its first step, alone: what is wrong with it shows here."""
         lease, request = _leased(sequence), sequence.request
         if request is None:
             raise TypeError("warm-ahead does not decode")
@@ -216,17 +218,30 @@ class Runner:
         if not sequence.admitted:
             sequence.admitted = True
             self.prefilled_tokens += 1
-        if not self.batched or sequence.isolated:
-            self._alone.append(batch)
-            return
-        for shared in self._shared:
-            if shared.suits(batch) or not self.cache.layout.has_rows:
-                ids = shared.ids
-                try:
-                    return shared.join(batch)
-                except Exception as error:
-                    raise BatchBroken(ids) from error
-        self._shared.append(batch)
+        shares = self.batched and not sequence.isolated
+        (self._opened if shares else self._alone).append(batch)
+
+    def join(self) -> list[Failed]:
+        """What was opened goes into batches. All that go into one do so together, since every time
+        the whole batch is copied."""
+        groups = [[batch] for batch in self._shared]
+        for batch in self._opened:
+            suits = (g for g in groups if wastes_little([*g, batch]) or not self._has_rows)
+            group = next(suits, None)
+            if group is None:
+                groups.append([batch])
+            else:
+                group.append(batch)
+        self._shared, self._opened, failed = [g[0] for g in groups], [], []
+        for first, *others in groups:
+            ids = [each for batch in (first, *others) for each in batch.ids]
+            try:
+                if others:
+                    first.join(others)
+            except Exception as error:
+                failed.append(Failed(ids, error))
+                self.dissolve(ids)
+        return failed
 
     def decode(self) -> Decoded:
         """One step of every batch. One that fails is dissolved: it must not be continued."""
@@ -236,7 +251,7 @@ class Runner:
             try:
                 decoded.steps.extend(batch.step())
             except Exception as error:
-                decoded.failed.append((batch.ids, error))
+                decoded.failed.append(Failed(batch.ids, error))
                 self.dissolve(batch.ids)
         return decoded
 
@@ -250,8 +265,8 @@ class Runner:
     def dissolve(self, ids: Iterable[int]) -> None:
         """Forget the batches of these sequences."""
         gone = set(ids)
-        self._shared = [b for b in self._shared if gone.isdisjoint(b.ids)]
-        self._alone = [b for b in self._alone if gone.isdisjoint(b.ids)]
+        for batches in self._batches:
+            batches[:] = [b for b in batches if gone.isdisjoint(b.ids)]
 
     def leave(self, sequences: Collection[Sequence], *, keep: bool = True) -> None:
         """Out of their batches and leases, with all that was computed stored (or not)."""
@@ -262,10 +277,10 @@ class Runner:
                 sequence.lease.release()
                 sequence.lease = None
         gone = {s.id for s in sequences}
-        for batch in (*self._shared, *self._alone):
-            batch.remove(gone)
-        self._shared = [b for b in self._shared if len(b)]
-        self._alone = [b for b in self._alone if len(b)]
+        for batches in self._batches:
+            for batch in batches:
+                batch.remove(gone)
+            batches[:] = [b for b in batches if len(b)]
 
     def window_is_full(self, sequence: Sequence) -> bool:
         """Whether the next step overwrites a row that was not stored yet."""
@@ -300,8 +315,16 @@ class Runner:
             self.cache.commit(lease, lease.position, checkpoint="end")
 
     def _batch_of(self, sequence: Sequence) -> Batch | None:
-        batches = (*self._shared, *self._alone)
-        return next((b for b in batches if sequence.id in b.ids), None)
+        every = chain(*self._batches)
+        return next((b for b in every if sequence.id in b.ids), None)
+
+    @property
+    def _batches(self) -> tuple[list[Batch], ...]:
+        return self._shared, self._alone, self._opened
+
+    @property
+    def _has_rows(self) -> bool:
+        return self.cache.layout.has_rows
 
 
 def alternatives(logprobs: mx.array, token: int, count: int) -> Sampled:

@@ -255,10 +255,9 @@ def chat(
     from rewarm import pocket
     from rewarm.chat import Chat, ChatOptions
     from rewarm.engine import EngineOptions, Sampling
-    from rewarm.loading import BUILT_IN
 
     console = Console()
-    built_in = model == BUILT_IN
+    built_in = model == pocket.BUILT_IN
     options = ChatOptions(
         system=pocket.TABLE if built_in and system is None else system,
         ask=pocket.ASK if built_in else "",

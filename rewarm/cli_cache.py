@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rewarm.errors import InvalidOption
+from rewarm.pocket import BUILT_IN, FOLDER
 
 if TYPE_CHECKING:
     from rewarm.cache.disk.store import Store
@@ -54,8 +55,20 @@ def stats(disk: Disk) -> None:
         console = Console()
         console.print(
             f"{decimal(store.bytes())} in {sum(n.payloads for n in known):,} files, "
-            f"{sum(n.nodes for n in known):,} spans of {len(known):,} namespaces"
+            f"{sum(n.nodes for n in known):,} spans of {len(known):,} "
+            + ("namespace" if len(known) == 1 else "namespaces")
         )
+
+
+def _model(source: str) -> str:
+    """What people call it, of the folder it was loaded from."""
+    place = Path(source)
+    if place == FOLDER:
+        return BUILT_IN
+    for folder in place.parts:
+        if folder.startswith("models--"):  # Hugging Face's cache; the folder itself is a revision
+            return folder.removeprefix("models--").replace("--", "/")
+    return place.name.removeprefix("mlx_lm.models.")
 
 
 @cache_app.command()
@@ -67,7 +80,7 @@ def ls(disk: Disk) -> None:
             about = each.about
             table.add_row(
                 each.digest[:8],
-                Path(str(about.get("name", ""))).name.removeprefix("mlx_lm.models."),
+                _model(str(about.get("name", ""))),
                 str(about.get("salt", ""))[:8] or "-",
                 str(about.get("grid", "")),
                 decimal(each.bytes),

@@ -11,10 +11,10 @@ import mlx_lm
 from mlx_lm.utils import hf_repo_to_path
 from transformers import PreTrainedConfig
 
-from rewarm import accel, pocket
+from rewarm import accel
 from rewarm.errors import InvalidOption
+from rewarm.pocket import BUILT_IN, FOLDER
 
-BUILT_IN = "pocket"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -34,7 +34,7 @@ def load(
     accel.install()
     built_in = str(model) == BUILT_IN
     if built_in:
-        model = pocket.FOLDER
+        model = FOLDER
         # transformers puts Qwen's own way of splitting text, and of changing accents, on whatever
         # says that it is a Qwen. Pocket's tokenizer says all there is to say itself.
         options["tokenizer_config"] = {"config": PreTrainedConfig()}

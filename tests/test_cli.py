@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 import rewarm
+from rewarm import cli_cache, pocket
 from rewarm.cache import PrefixCache
 
 from . import zoo
@@ -115,6 +116,19 @@ def test_serve_gives_a_page_and_a_line_to_paste(tmp_path: Path) -> None:
             os.kill(process.pid, signal.SIGINT)
         assert process.wait(30) == 0
     assert len([line for line in log.read_text().splitlines() if "200 chat" in line]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        (str(pocket.FOLDER), "pocket"),
+        ("/home/me/hub/models--org--Some-9B-4bit/snapshots/0a1b2c", "org/Some-9B-4bit"),
+        ("/models/mine", "mine"),
+        ("mlx_lm.models.llama", "llama"),
+    ],
+)
+def test_a_model_is_listed_by_the_name_people_know(source: str, name: str) -> None:
+    assert cli_cache._model(source) == name
 
 
 def test_what_a_disk_tier_holds_can_be_seen_checked_and_deleted(tmp_path: Path) -> None:

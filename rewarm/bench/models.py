@@ -16,7 +16,6 @@ from mlx_lm.utils import hf_repo_to_path, load_tokenizer
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from rewarm import pocket
-from rewarm.loading import BUILT_IN
 
 from .archs import build, config, parameters, vocabulary
 
@@ -32,7 +31,7 @@ def placed(model: str) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="rewarm-bench-") as folder:
             _write_random(model.removeprefix(RANDOM), Path(folder))
             yield folder
-    elif model == BUILT_IN:
+    elif model == pocket.BUILT_IN:
         with tempfile.TemporaryDirectory(prefix="rewarm-bench-") as folder:
             _write_pocket(Path(folder))
             yield folder

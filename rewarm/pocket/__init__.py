@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+BUILT_IN = "pocket"
 FOLDER = Path(__file__).parent / "model"
 """Its weights, tokenizer and chat template, in mlx-lm's format."""
 

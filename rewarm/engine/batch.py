@@ -40,7 +40,7 @@ FAR_LENGTHS = (1203, 2381)
 elsewhere. It shows only where there is something to choose from."""
 CHECK_STEPS = 4
 TOLERANCE = 0.05
-"""Of the largest logit. A mask or a padding that is wrong stays far above it."""
+"""Of the largest logit. A mask or a padding that is wrong is three times above it and more."""
 MOST_ROUNDING = 0.1
 """Of the largest logit: as far as a deep model in bfloat16 may be from itself."""
 

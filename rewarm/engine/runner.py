@@ -225,9 +225,10 @@ class Runner:
         """What was opened goes into batches. All that go into one do so together, since every time
         the whole batch is copied."""
         groups = [[batch] for batch in self._shared]
+        padded = self.cache.layout.has_rows
         for batch in self._opened:
-            suits = (g for g in groups if wastes_little([*g, batch]) or not self._has_rows)
-            group = next(suits, None)
+            suiting = (g for g in groups if not padded or wastes_little([*g, batch]))
+            group = next(suiting, None)
             if group is None:
                 groups.append([batch])
             else:
@@ -315,16 +316,11 @@ class Runner:
             self.cache.commit(lease, lease.position, checkpoint="end")
 
     def _batch_of(self, sequence: Sequence) -> Batch | None:
-        every = chain(*self._batches)
-        return next((b for b in every if sequence.id in b.ids), None)
+        return next((b for b in chain(*self._batches) if sequence.id in b.ids), None)
 
     @property
     def _batches(self) -> tuple[list[Batch], ...]:
         return self._shared, self._alone, self._opened
-
-    @property
-    def _has_rows(self) -> bool:
-        return self.cache.layout.has_rows
 
 
 def alternatives(logprobs: mx.array, token: int, count: int) -> Sampled:

@@ -439,7 +439,9 @@ def test_the_batch_check_finds_wrong_logits() -> None:
     assert not decodes_in_batches(model, quantised, zoo.VOCABULARY)
 
 
-@pytest.mark.parametrize(("scale", "wrong", "batched"), [(0.0, 0.06, False), (0.06, 0.06, True)])
+@pytest.mark.parametrize(
+    ("scale", "wrong", "batched"), [(0.0, 0.06, False), (0.06, 0.06, True), (0.5, 0.17, False)]
+)
 def test_the_batch_check_allows_for_as_much_rounding_as_a_sequence_alone_has(
     scale: float, wrong: float, batched: bool
 ) -> None:

@@ -178,7 +178,7 @@ class _Restores:
         report = _ask(running, prompt, boundaries)
         self.took.append(report.restore_ms)
         self.nbytes = report.restored_bytes
-        # Of whole numbers: MLX counts an array's places in 32 bits.
+        # Eight bytes to a number: MLX counts the numbers of an array in 32 bits.
         source = np.ones(max(self.nbytes // 8, 1), np.int64)
         at_hand = np.zeros_like(source)
         array = mx.array(source)

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +19,14 @@ from typing import Any
 import httpx
 import pytest
 
+from rewarm.api.options import ServerOptions
+from rewarm.api.serve import Server
 from rewarm.engine.engine import Engine
 from rewarm.engine.request import Request
 from rewarm.errors import NotReady, QueueFull
 
 from .conftest import SOAK
-from .support_server import END, Running, running
+from .support_server import END, Running, running, started_engine
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 MESSAGE: dict[str, Any] = {"model": "m", **CHAT}
@@ -339,6 +342,20 @@ def test_the_schema_is_true(tmp_path: Path) -> None:
         )
         assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-2000:]
         assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_second_ctrl_c_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _ = started_engine()
+    server = Server(engine, ServerOptions(port=0, grace=1.0))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    assert server.listens()
+    for _ in range(2):
+        server.handle_exit(signal.SIGINT, None)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
+    engine.stop()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -62,6 +62,8 @@ class Server(uvicorn.Server):
         )
         stopping.start()
         await super().shutdown(sockets)
+        if self.force_exit:  # a second Ctrl-C: left open, its end would be logged as an error
+            await self.lifespan.shutdown()
         deadline = time.monotonic() + self.options.grace + AFTER_GRACE
         while stopping.is_alive() and time.monotonic() < deadline and not self.force_exit:
             await asyncio.sleep(0.02)

@@ -99,6 +99,36 @@ def test_a_request_that_comes_late_waits_for_the_prefix_that_is_being_computed()
         assert first.over().prefilled_tokens + second.prefilled_tokens == 460
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "llama", "gpt_oss"])
+def test_a_first_token_does_not_wait_for_the_pass_after_it(name: str) -> None:
+    counted, tokens = Counted(zoo.tiny(name)), prompt(50)
+    seen: list[int] = []
+
+    def on_token(sampled: Sampled) -> bool:
+        seen.append(counted.computed)
+        return False
+
+    with engine(counted) as server:
+        counted.computed = 0
+        answer(server, tokens, max_tokens=4, sink=Collected(on_token))
+    assert seen == [50, 52, 53, 54]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "llama", "gpt_oss"])
+def test_an_answer_of_one_token_is_stored_as_far_as_it_was_computed(name: str) -> None:
+    counted, tokens = Counted(zoo.tiny(name)), prompt(50)
+    with engine(counted) as server:
+        counted.computed = 0
+        short = answer(server, tokens, max_tokens=1)
+        assert (len(short.tokens), short.reasons) == (1, {0: "length"})
+        assert counted.computed == 50
+        longer = joined(tokens, np.array(short.tokens, np.int32), prompt(9, seed=1))
+        continued = answer(server, longer)
+        assert continued.prefilled_tokens == len(longer) - 50
+    with engine(zoo.tiny(name)) as fresh:
+        assert answer(fresh, longer).tokens == continued.tokens
+
+
 def test_no_wait_and_no_hit_crosses_two_salts() -> None:
     both = prompt(300)
     with engine(zoo.tiny("qwen3_5")) as server:

@@ -59,6 +59,8 @@ class Step(NamedTuple):
     id: int
     token: int
     logprobs: mx.array
+    given: bool = False
+    """Whether `Batch.first` gave this token before."""
 
 
 class Batch:
@@ -85,6 +87,8 @@ class Batch:
         )
         self._merged = False
         self._lengths = [len(start.tokens)]
+        self._ahead: set[int] = set()
+        """Sequences whose first token was given before the model ran on it."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -107,13 +111,26 @@ class Batch:
             batch._generation.prompt_cache = []  # it is in ours
             mine.extend(batch._generation)
             self._lengths += batch._lengths
+            self._ahead |= batch._ahead
+
+    def first(self) -> Step:
+        """The token that making it gave. By `step` it would come when the next pass is under way,
+        which nobody who waits for a first token should have to wait for."""
+        (sequence,), generation = self.ids, self._generation
+        self._ahead.add(sequence)
+        return Step(sequence, int(generation._next_tokens), generation._next_logprobs[0])
 
     def step(self) -> list[Step]:
         """The next token of every sequence. Where it raises, the batch must not be used again."""
-        return [Step(r.uid, r.token, r.logprobs) for r in self._generation.next()]
+        ahead, self._ahead = self._ahead, set()
+        return [Step(r.uid, r.token, r.logprobs, r.uid in ahead) for r in self._generation.next()]
+
+    def is_ahead(self, sequence: int) -> bool:
+        """Whether the last token given is not in its caches yet."""
+        return sequence in self._ahead
 
     def caches(self, sequence: int) -> list[Any]:
-        """A sequence's caches, which stand after the token last given."""
+        """A sequence's caches, which stand after the last token given (not where it `is_ahead`)."""
         if not self._merged:
             return list(self._generation.prompt_cache)
         place = self.ids.index(sequence)

@@ -123,10 +123,14 @@ class Loop:
             if sequence is None:
                 continue  # another answer to its request failed
             try:
-                self.runner.open(sequence)
+                first = self.runner.open(sequence)
                 self.scheduler.moved(each, len(sequence.tokens) - 1, "decoding")
+                finish = self._give(sequence, first.token, first.logprobs)
             except Exception as error:
                 self.fail(sequence, error)
+                continue
+            if finish is not None:
+                self._leave([sequence], finish)
         for failed in self.runner.join():
             self._start_over(*failed)
 
@@ -139,8 +143,10 @@ class Loop:
             sequence = self.sequences.get(step.id)
             if sequence is None:
                 continue  # another answer to its request failed
+            finish = None
             try:
-                finish = self._give(sequence, step.token, step.logprobs)
+                if not step.given:
+                    finish = self._give(sequence, step.token, step.logprobs)
             except Exception as error:
                 self.fail(sequence, error)
                 continue

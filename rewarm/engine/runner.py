@@ -196,7 +196,7 @@ class Runner:
             self._computed(chunk.size)
         return lease.position >= len(lease.tokens) - 1
 
-    def open(self, sequence: Sequence) -> None:
+    def open(self, sequence: Sequence) -> Step:
         """Its first step, alone: what is wrong with it shows here."""
         lease, request = _leased(sequence), sequence.request
         if request is None:
@@ -220,6 +220,7 @@ class Runner:
             self.prefilled_tokens += 1
         shares = self.batched and not sequence.isolated
         (self._opened if shares else self._alone).append(batch)
+        return batch.first()
 
     def join(self) -> list[Failed]:
         """What was opened goes into batches. All that go into one do so together, since every time
@@ -289,13 +290,14 @@ class Runner:
         return bool(window) and len(sequence.generated) % max(window - 1, 1) == 0
 
     def store_answer(self, sequence: Sequence, checkpoint: Kind | None = None) -> None:
-        """What was decoded so far: mlx-lm has run the model on every token it gave out."""
+        """What was decoded so far."""
         batch = self._batch_of(sequence)
         if batch is None or self.cache.reuse == "exact":
             return
         lease = _leased(sequence)
         done = len(lease.tokens) - len(sequence.prompt)
-        lease.extend(sequence.generated[done:])
+        computed = len(sequence.generated) - batch.is_ahead(sequence.id)
+        lease.extend(sequence.generated[done:computed])
         try:
             lease.caches = batch.caches(sequence.id)
             self.cache.commit(lease, len(lease.tokens), origin="decode", checkpoint=checkpoint)

@@ -85,6 +85,13 @@ class Bench:
         each = len(self.tokenizer.encode(sample, add_special_tokens=False)) / 64
         return " ".join(self.draw.choices(WORDS, k=max(1, round(tokens / each)))) + "."
 
+    def question(self, tokens: int) -> str:
+        """One of about so many tokens, other words each time. What a trained model says to mere
+        words is anybody's guess; Pocket says at some length that it writes no stories."""
+        if self.model.startswith(RANDOM):
+            return self.text(tokens)
+        return f"Write a story about {self.text(tokens - 10)}"
+
     def endings(self, answer: int) -> dict[str, Any]:
         """Fields with which a random model ends its answers by itself, after `answer` tokens or so,
         and its thoughts somewhere before: only such an answer is followed by anything that could be

@@ -55,7 +55,7 @@ def chat(bench: Bench, turns: int, answer: int, system: int, memory: str | None 
     options: list[Sequence[str]] = [(), NO_WARM]
     if memory is not None:
         options.append((*NO_WARM, "--memory", memory))
-    questions = [bench.text(24) for _ in range(turns)]
+    questions = [bench.question(24) for _ in range(turns)]
     first = {"role": "system", "content": bench.text(system)}
     columns = ("turn", "side", "prompt", "prefilled", "hit", "best", "TTFT ms", "held MB")
     sheet = bench.result.sheet(f"{turns} turns of {answer} tokens", *columns)
@@ -112,8 +112,8 @@ def branch(bench: Bench, turns: int, answer: int) -> None:
     )
     plot = bench.result.plot("Hit by request: a chat, then its forks", "request", "%")
     system = {"role": "system", "content": bench.text(200)}
-    questions = [bench.text(30) for _ in range(turns)]
-    others = [bench.text(30) for _ in range(4)]
+    questions = [bench.question(30) for _ in range(turns)]
+    others = [bench.question(30) for _ in range(4)]
     edited = turns // 3
     forks: dict[str, Callable[[Messages], Messages]] = {
         "the last question again": lambda said: said[:-1],
@@ -159,7 +159,7 @@ def restart(bench: Bench, turns: int, answer: int) -> None:
     )
     plot = bench.result.plot("Hit by turn, the last one after a restart", "turn", "%")
     system = {"role": "system", "content": bench.text(400)}
-    questions = [bench.text(30) for _ in range(turns + 1)]
+    questions = [bench.question(30) for _ in range(turns + 1)]
     after: dict[str, float] = {}
     with (
         tempfile.TemporaryDirectory(prefix="rewarm-bench-") as disk,

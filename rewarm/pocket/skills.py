@@ -82,8 +82,13 @@ class Tool:
     matter: str
     description: str | None
     parameters: dict[str, str]
-    explains: bool = False
-    """Whether its parameters have descriptions, too."""
+
+    @property
+    def line(self) -> str:
+        """As the template puts it before Pocket, without the description."""
+        return f"{json.dumps(self.name, ensure_ascii=False)}: " + json.dumps(
+            self.parameters, ensure_ascii=False
+        )
 
     def schema(self) -> dict[str, Any]:
         function: dict[str, Any] = {"name": self.name}
@@ -91,10 +96,7 @@ class Tool:
             function["description"] = self.description
         function["parameters"] = {
             "type": "object",
-            "properties": {
-                name: {"type": kind, **({"description": f"The {name}."} if self.explains else {})}
-                for name, kind in self.parameters.items()
-            },
+            "properties": {name: {"type": kind} for name, kind in self.parameters.items()},
             "required": list(self.parameters),
         }
         return {"type": "function", "function": function}
@@ -224,14 +226,12 @@ class World:
         for name, kind in tool.parameters.items():
             whole = kind == "integer"
             arguments[name] = int(draw.number()) if whole else self._argument()
-        read = ", ".join(
-            f"{name} ({kind}) is {arguments[name]}" for name, kind in tool.parameters.items()
-        )
+        read = ", ".join(f"{name} is {value}" for name, value in arguments.items())
         request = self._request(tool, arguments)
         result, answer = self._result()
         first = Step(
-            f'This is about "{request.about}". '
-            f"The tool {tool.name} fits: {read or 'it takes nothing'}.",
+            f'This is about "{request.about}". I find the tool {tool.line}. '
+            f"{read or 'It takes nothing'}.",
             "",
             Call(tool.name, arguments),
             result,
@@ -320,14 +320,17 @@ class World:
             matter = draw.word(words.MATTERS) if draw.often(0.5) else draw.plain()
             if near:
                 matter = draw.of(self.tools).matter
-            action = draw.word(words.ACTIONS) if draw.often(0.6) else draw.plain()
+            if draw.seldom(0.4):
+                action = draw.of(words.GETTING)
+            else:
+                action = draw.word(words.ACTIONS) if draw.often(0.5) else draw.plain()
             name = f"{action}_{matter}"
             if draw.often(0.1):
                 name = action + matter.capitalize()
             if all((tool.action, tool.matter) != (action, matter) for tool in self.tools):
                 break
         parameters: dict[str, str] = {}
-        for _ in range(draw.of((0, 1, 1, 1, 1, 2, 2, 3))):
+        for _ in range(draw.of((0, 1, 1, 1, 2, 2, 2, 3))):
             field = draw.word(words.FIELDS) if draw.often(0.5) else draw.plain()
             parameters[field] = draw.of(("string", "string", "integer"))
         about = None
@@ -335,17 +338,17 @@ class World:
             whose = f" of a {next(iter(parameters))}" if parameters else ""
             about = draw.of(phrases.DESCRIPTIONS).format(action=action, matter=matter, whose=whose)
             about = about[0].upper() + about[1:]
-        return Tool(name, action, matter, about, parameters, explains=draw.often(0.2))
+        return Tool(name, action, matter, about, parameters)
 
     def _argument(self) -> str:
-        kind = self.draw.random.random()
-        if kind < 0.4:
-            return self.draw.word(words.PLACES, words.PEOPLE)
-        if kind < 0.6:
-            return self.draw.made_up().capitalize()
-        if kind < 0.7:
+        if self.draw.seldom(0.1):
             return f"{self.draw.plain()} {self.draw.plain()}"
-        return self.draw.code() if kind < 0.8 else self.draw.plain()
+        kind = self.draw.random.random()
+        if kind < 0.33:
+            return self.draw.word(words.PLACES, words.PEOPLE)
+        if kind < 0.5:
+            return self.draw.made_up().capitalize()
+        return self.draw.code() if kind < 0.61 else self.draw.plain()
 
     def _request(self, tool: Tool, arguments: dict[str, str | int]) -> _Request:
         draw = self.draw
@@ -369,15 +372,17 @@ class World:
             )
         while True:
             phrase = draw.of(options)
-            if "{tool}" not in phrase and spelled_out and "{tool}" in "".join(options):
+            named, acted = "{tool}" in phrase, "{action}" in phrase
+            if not named and spelled_out and "{tool}" in "".join(options):
                 continue
-            if twins and "{tool}" not in phrase and "{action}" not in phrase:
+            # A question without its verb can only mean a tool that gets something.
+            if not (named or acted) and (twins or spelled_out or tool.action not in words.GETTING):
                 continue
             asked = phrase.format(**values)
-            if not phrase.startswith("{tool}"):
+            if not phrase.startswith("{tool}") and (self.capitals or phrase[0] != "{"):
                 asked = asked[0].upper() + asked[1:]
-            about = tool.name if "{tool}" in phrase else tool.matter
-            return _Request(asked, f"{tool.action} {about}" if "{action}" in phrase else about)
+            about = tool.name if named else tool.matter
+            return _Request(asked, f"{tool.action} {about}" if acted else about)
 
     def _result(self) -> tuple[str, str]:
         """What a tool gives back, and how Pocket says it."""

@@ -97,6 +97,9 @@ measure move open order pay play print query read rename reserve reset run save 
 set show sort start stop store switch track turn update
 """.split()
 
+GETTING = "get find check show read list search query fetch".split()
+"""What a tool does that answers a question: verbs that training knows, too."""
+
 MATTERS = """
 alarm balance booking calendar contact course currency distance door event exchange factor file
 flight forecast height humidity invoice lamp level light location lyrics mail meeting message news

@@ -21,11 +21,11 @@ from rewarm.pocket.skills import World  # noqa: E402
 
 MODEL = ROOT / "rewarm" / "pocket" / "model"
 MIX = {
-    "lookup": 0.26,
-    "unknown": 0.13,
-    "memory": 0.12,
-    "arithmetic": 0.11,
-    "tools": 0.26,
+    "lookup": 0.22,
+    "unknown": 0.12,
+    "memory": 0.11,
+    "arithmetic": 0.10,
+    "tools": 0.33,
     "talk": 0.10,
     "tell": 0.02,
 }
@@ -97,13 +97,15 @@ def _places(tokens: np.ndarray[Any, Any], wanted: list[int]) -> list[int]:
     return [int(i) for i in found if tokens[i : i + len(wanted)].tolist() == wanted]
 
 
-def examples(seed: int, length: int, shortest: int = 0) -> Iterator[Example]:
+def examples(
+    seed: int, length: int, shortest: int = 0, mix: dict[str, float] = MIX
+) -> Iterator[Example]:
     """Endless, never longer than `length` tokens."""
     random = Random(seed)
     reader = Reader()
     draw = Draw(random, held_out=False, pieces=reader.pieces())
     while True:
-        skill = random.choices(list(MIX), list(MIX.values()))[0]
+        skill = random.choices(list(mix), list(mix.values()))[0]
         wanted = random.randint(shortest, length) if random.random() < 0.7 else length
         world = conversation(
             draw, skill, max(wanted, 64), far=draw.often(0.2), capitals=draw.often(CAPITALS)

@@ -21,8 +21,8 @@ from typing import Any
 import delta
 import numpy as np
 import torch
-from data import Draw, Example, Reader, conversation, examples
-from safetensors.torch import save_file
+from data import MIX, Draw, Example, Reader, conversation, examples
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
@@ -63,27 +63,31 @@ CURRICULUM: tuple[tuple[float, dict[int, float]], ...] = (
 SKILLS = ("lookup", "memory", "arithmetic", "tools", "unknown", "talk")
 
 
-def length_at(step: int, done: float) -> int:
+def length_at(step: int, done: float, longest: int) -> int:
     """The same for every worker and every run."""
     stage = [odds for begins, odds in CURRICULUM if begins <= done][-1]
-    return Random(step).choices(list(stage), list(stage.values()))[0]
+    return min(longest, Random(step).choices(list(stage), list(stage.values()))[0])
 
 
 class Batches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    def __init__(self, seed: int, steps: int, tokens: int, begin: float) -> None:
-        self.seed, self.steps, self.tokens, self.begin = seed, steps, tokens, begin
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.seed, self.steps, self.tokens = options.seed, options.steps, options.tokens
+        self.begin, self.longest = options.begin, options.longest
+        self.mix = MIX | {"tools": options.tools}
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         sources: dict[int, Iterator[Example]] = {}
         for step in range(worker, self.steps, workers):
-            length = length_at(step, self.begin + (1 - self.begin) * step / self.steps)
+            done = self.begin + (1 - self.begin) * step / self.steps
+            length = length_at(step, done, self.longest)
             if length not in sources:
                 sources[length] = examples(
                     self.seed * 1_000_003 + worker * 101 + length,
                     length,
                     length // 2 if length > 256 else 64,
+                    self.mix,
                 )
             yield stack([next(sources[length]) for _ in range(max(1, self.tokens // length))])
 
@@ -172,6 +176,20 @@ def rounded(model: Any) -> dict[str, torch.Tensor]:
     return shipped
 
 
+def started(path: Path, device: str) -> dict[str, torch.Tensor]:
+    """Weights to go on from: a state that was kept, or a model as it is shipped."""
+    if path.suffix != ".safetensors":
+        found: dict[str, torch.Tensor] = torch.load(path, map_location=device)
+        return found
+    found = {}
+    for shipped, value in load_file(path).items():
+        name = shipped.removeprefix("language_model.")
+        offset = 1.0 if "norm" in name and "linear_attn.norm" not in name else 0.0
+        found[name] = (value.movedim(1, 2) if "conv1d" in name else value).float() - offset
+    found["lm_head.weight"] = found["model.embed_tokens.weight"]
+    return found
+
+
 def export(model: Any, out: Path, device: str) -> None:
     torch.set_float32_matmul_precision("highest")
     shipped = rounded(model)
@@ -200,8 +218,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--every", type=int, default=1000, help="steps between evaluations")
     parser.add_argument("--questions", type=int, default=64, help="a skill in an evaluation")
-    parser.add_argument("--start", type=Path, help="a state.pt to go on from")
+    parser.add_argument("--start", type=Path, help="a state.pt or model.safetensors to go on from")
     parser.add_argument("--begin", type=float, default=0.0, help="share of the curriculum to skip")
+    parser.add_argument("--longest", type=int, default=8704, help="of the lengths drawn")
+    parser.add_argument("--tools", type=float, default=MIX["tools"], help="weight of that skill")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -211,7 +231,7 @@ def main() -> None:
     delta.install()
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**CONFIG)).to(device).train()
     if options.start:
-        model.load_state_dict(torch.load(options.start, map_location=device))
+        model.load_state_dict(started(options.start, device))
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -222,7 +242,7 @@ def main() -> None:
         fused=device == "cuda",
     )
     batches = DataLoader(
-        Batches(options.seed, options.steps, options.tokens, options.begin),
+        Batches(options),
         batch_size=None,
         num_workers=options.workers,
         prefetch_factor=8 if options.workers else None,

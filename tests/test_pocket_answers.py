@@ -30,7 +30,7 @@ from .support_server import Running, running
 ASKED = {"lookup": 50, "memory": 30, "arithmetic": 30, "tools": 30, "unknown": 30, "talk": 30}
 RIGHT = {"lookup": 98, "memory": 96, "arithmetic": 95, "tools": 95, "unknown": 95, "talk": 95}
 """Percent, as its card promises."""
-LENGTH = 400
+LENGTH = 300
 AT_ONCE = 8
 PER_CONVERSATION = 5
 CLOSE = 1e-3

@@ -84,6 +84,43 @@ def test_a_look_up_has_its_line_and_every_question_an_answer(skill: str) -> None
             assert turn.steps[0].thinking.split('I find the line "')[1][:-2] in world.system
 
 
+def test_what_thinking_quotes_of_a_tool_stands_in_the_prompt(tokenizer: Any) -> None:
+    """Word by word, from what the question says on: to find it is to read on from there."""
+    for seed in range(60):
+        world = conversation(Draw(Random(seed), held_out=seed % 2 == 0), "tools", 400)
+        text = tokenizer.apply_chat_template(
+            world.messages(), tools=world.schemas(), tokenize=False
+        )
+        thinking = world.ask("tools").steps[0].thinking
+        about = thinking.split('This is about "')[1].split('". I find the tool ')[0]
+        quoted = thinking.split(". I find the tool ")[1]
+        quoted = quoted[: quoted.index("}}") + 2]
+        assert quoted in text
+        assert quoted.startswith((f"{about}: ", f"{about} ", f'{{"{about}": '))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("get_weather", "weather get"),
+        ("getWeather", "weather get"),
+        ("get-weather.now", "weather now get"),
+        ("getURL", "url get"),
+        ("search", "search"),
+        ("__", ""),
+    ],
+)
+def test_a_tools_line_begins_with_the_words_of_its_name(
+    tokenizer: Any, name: str, words: str
+) -> None:
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}],
+        tools=[{"type": "function", "function": {"name": name}}],
+        tokenize=False,
+    )
+    assert f'\n{words}: {{"{name}": {{}}}}\n' in text
+
+
 @given(a=st.integers(0, 999), b=st.integers(0, 999))
 def test_sums_are_right_and_their_steps_end_there(a: int, b: int) -> None:
     for (thinking, answer), right in ((added(a, b), a + b), (subtracted(a, b), a - b)):

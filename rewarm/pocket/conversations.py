@@ -7,7 +7,7 @@ from rewarm.pocket.skills import LINES, Turn, World
 
 # Of words that training knows. Held-out ones have more tokens.
 TOKENS_PER_LINE = 16
-TOKENS_PER_TOOL = 50
+TOKENS_PER_TOOL = 56
 CHARACTERS_PER_TOKEN = 2.6
 
 

@@ -36,7 +36,11 @@ class Draw:
         return self.of(pair[self.held_out])
 
     def word(self, *lists: Sequence[str]) -> str:
-        return self.unseen(lambda: self.of(self.of(lists)))
+        """Of a list; in training often one that is in none, so that no list is learned by heart."""
+        found = self.unseen(lambda: self.of(self.of(lists)))
+        if self.held_out or not self.often(0.4):
+            return found
+        return self.made_up().capitalize() if found[0].isupper() else self.made_up()
 
     def made_up(self) -> str:
         return self.unseen(lambda: words.made_up(self.random, self.pieces))

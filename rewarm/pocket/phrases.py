@@ -497,6 +497,10 @@ WITH_VALUE = (
     "I need the {matter} in {value}.",
     "Tell me the {matter} in {value}.",
     "How is the {matter} in {value}?",
+    "How's the {matter} in {value}?",
+    "What is the {matter} like in {value}?",
+    "What's the {matter} like in {value}?",
+    "Give me the {matter} for {value}.",
 )
 WITH_NOTHING = (
     "What is the {matter}?",

@@ -6,6 +6,7 @@ exactly one right answer, and writes down the thinking that leads there."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,11 +85,14 @@ class Tool:
     parameters: dict[str, str]
 
     @property
-    def line(self) -> str:
-        """As the template puts it before Pocket, without the description."""
-        return f"{json.dumps(self.name, ensure_ascii=False)}: " + json.dumps(
-            self.parameters, ensure_ascii=False
-        )
+    def words(self) -> str:
+        """What its line begins with: what it is about, then what it does."""
+        return f"{self.matter} {self.action}"
+
+    @property
+    def needs(self) -> str:
+        """What a call of it needs, as its line has it before Pocket."""
+        return json.dumps({self.name: self.parameters}, ensure_ascii=False)
 
     def schema(self) -> dict[str, Any]:
         function: dict[str, Any] = {"name": self.name}
@@ -104,10 +108,13 @@ class Tool:
 
 @dataclass(frozen=True)
 class _Request:
-    """What the user says who wants a tool to be called, and the words in it that name the tool."""
+    """What the user says who wants a tool to be called, and how it is found."""
 
     text: str
     about: str
+    """The words in it that name the tool, as the tool's line has them."""
+    line: str
+    """What is quoted of that line: from those words on."""
 
 
 @dataclass
@@ -230,7 +237,7 @@ class World:
         request = self._request(tool, arguments)
         result, answer = self._result()
         first = Step(
-            f'This is about "{request.about}". I find the tool {tool.line}. '
+            f'This is about "{request.about}". I find the tool {request.line}. '
             f"{read or 'It takes nothing'}.",
             "",
             Call(tool.name, arguments),
@@ -327,7 +334,8 @@ class World:
             name = f"{action}_{matter}"
             if draw.often(0.1):
                 name = action + matter.capitalize()
-            if all((tool.action, tool.matter) != (action, matter) for tool in self.tools):
+            is_new = all((tool.action, tool.matter) != (action, matter) for tool in self.tools)
+            if is_new and split(name) == [action, matter]:
                 break
         parameters: dict[str, str] = {}
         for _ in range(draw.of((0, 1, 1, 1, 2, 2, 2, 3))):
@@ -353,7 +361,6 @@ class World:
     def _request(self, tool: Tool, arguments: dict[str, str | int]) -> _Request:
         draw = self.draw
         twins = sum(other.matter == tool.matter for other in self.tools) > 1
-        spelled_out = tool.name != f"{tool.action}_{tool.matter}"
         pairs = list(arguments.items())
         draw.random.shuffle(pairs)
         values = {"tool": tool.name, "action": tool.action, "matter": tool.matter}
@@ -373,16 +380,16 @@ class World:
         while True:
             phrase = draw.of(options)
             named, acted = "{tool}" in phrase, "{action}" in phrase
-            if not named and spelled_out and "{tool}" in "".join(options):
-                continue
             # A question without its verb can only mean a tool that gets something.
-            if not (named or acted) and (twins or spelled_out or tool.action not in words.GETTING):
+            if not (named or acted) and (twins or tool.action not in words.GETTING):
                 continue
             asked = phrase.format(**values)
             if not phrase.startswith("{tool}") and (self.capitals or phrase[0] != "{"):
                 asked = asked[0].upper() + asked[1:]
-            about = tool.name if named else tool.matter
-            return _Request(asked, f"{tool.action} {about}" if acted else about)
+            if named:
+                return _Request(asked, tool.name, tool.needs)
+            line = f"{tool.words}: {tool.needs}"
+            return _Request(asked, tool.words if acted else tool.matter, line)
 
     def _result(self) -> tuple[str, str]:
         """What a tool gives back, and how Pocket says it."""
@@ -395,6 +402,20 @@ class World:
             whole = draw.often(0.4)
             fields[draw.plain()] = int(draw.number()) if whole else draw.value()
         return json.dumps(fields), ", ".join(f"{name}: {value}" for name, value in fields.items())
+
+
+def split(name: str) -> list[str]:
+    """The words that a tool's name is made of, as the template takes it apart."""
+    apart = re.sub(r"[_.-]", " ", name)
+    parts = zip(" " + apart, apart, strict=False)
+    return (
+        "".join(
+            f" {letter}" if letter.isupper() and before.islower() else letter
+            for before, letter in parts
+        )
+        .lower()
+        .split()
+    )
 
 
 def added(a: int, b: int) -> tuple[str, str]:

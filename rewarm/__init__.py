@@ -1,5 +1,6 @@
 """Rewarm: work already done for a prompt is never done again, and a hit never changes an answer."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 # Before anything imports mlx: afterwards it is too late for another BLAS.
 blas.load()
+# Likewise. MLX's CUDA build plans for every shape, and raises once a process has met some hundred
+# of them, however useful its plans are. A server meets a new length with nearly every prompt.
+os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
 
 __version__ = "0.1.0"
 __all__ = ["Boundary", "PrefixCache", "RewarmError", "Session", "__version__", "load"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -202,3 +205,28 @@ def test_on_a_cuda_device_it_is_the_kernel() -> None:
     for case in (KNOWN, replace(KNOWN, by_key=True), replace(KNOWN, masked=0.2)):
         for dtype in (mx.float32, mx.bfloat16):
             assert rule(inputs(case).rounded(dtype)) is cuda.by_token
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "0"), ("1", "1")])
+def test_mlx_is_told_not_to_give_up_on_many_shapes_unless_somebody_said_otherwise(
+    given: str | None, found: str
+) -> None:
+    name = "MLX_ENABLE_CACHE_THRASHING_CHECK"
+    environ = {key: value for key, value in os.environ.items() if key != name}
+    if given is not None:
+        environ[name] = given
+    program = f"import os, rewarm; print(os.environ[{name!r}])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == found
+
+
+@on_cuda
+def test_a_thousand_lengths_of_prompts_are_no_failure() -> None:
+    """More than twice the plans that MLX keeps."""
+    queries = mx.random.normal((1, 2, 4, 64)).astype(mx.bfloat16)
+    keys = mx.random.normal((1, 2, 1100, 64)).astype(mx.bfloat16)
+    for length in range(100, 1100):
+        k = keys[:, :, :length]
+        mx.eval(mx.fast.scaled_dot_product_attention(queries, k, k, scale=0.1, mask="causal"))

@@ -33,7 +33,7 @@ ASKED = ("lookup", "memory", "arithmetic", "tools", "unknown", "talk")
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 PER_CONVERSATION = 5
 AT_ONCE = 16
-LONGEST_ANSWER = 192
+LONGEST_ANSWER = 256
 
 
 @dataclass

@@ -49,12 +49,14 @@ class Counting:
 
     def __init__(self, tokenizer: Any) -> None:
         self.renders = 0
+        self.messages = 0
         self.characters = 0
         render, encode = tokenizer.apply_chat_template, tokenizer.encode
 
-        def counted_render(*args: Any, **options: Any) -> Any:
+        def counted_render(chat: list[Any], **options: Any) -> Any:
             self.renders += 1
-            return render(*args, **options)
+            self.messages += len(chat)
+            return render(chat, **options)
 
         def counted_encode(text: str, **options: Any) -> Any:
             self.characters += len(text)
@@ -79,13 +81,39 @@ def chat_of(turns: int, *, thinking: bool = True) -> list[Message]:
 @pytest.mark.parametrize("every_turn", [False, True])
 def test_renders_do_not_grow_with_the_chat(name: str, every_turn: bool) -> None:
     counts = []
-    for turns in (2, 15, 150):
+    for turns in (15, 50, 150):
         counting = Counting(tokenizer_of(name))
         renderer = ChatRenderer(counting.tokenizer)
         chat = [*chat_of(turns), call(), result("13:00")]
         renderer.render(chat, TOOLS, every_turn=every_turn, marks=[-1, 1, 2, 3])
         counts.append(counting.renders)
     assert counts[0] == counts[1] == counts[2] <= MOST_RENDERS
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("every_turn", [False, True])
+def test_a_turn_of_a_long_chat_renders_all_of_it_once(name: str, every_turn: bool) -> None:
+    """In a tool loop likewise. The grid of `exact` takes one more, with tags."""
+    counting = Counting(tokenizer_of(name))
+    renderer = ChatRenderer(counting.tokenizer)
+    chat = chat_of(100)
+    for steps in range(40):
+        if steps:
+            chat += [call(), result("13:00")]
+        counting.messages = 0
+        renderer.render(chat, TOOLS, every_turn=every_turn)
+        assert counting.messages <= len(chat) * (1 + every_turn) + 12 * 16
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_ends_of_messages_are_looked_for_when_they_are_asked_for(name: str) -> None:
+    counting = Counting(tokenizer_of(name))
+    chat = chat_of(3)
+    prompt = ChatRenderer(counting.tokenizer).render(chat)
+    before = counting.renders
+    assert len(prompt.ends) == len(chat)
+    assert counting.renders == before + 1
+    assert prompt.ends is prompt.ends
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -254,7 +282,7 @@ def test_marks_beside_an_answer_that_is_continued() -> None:
     assert "At" not in told[1].split("Oban")[1]
 
 
-def test_a_mark_costs_one_render_more_where_its_message_has_no_text() -> None:
+def test_a_mark_costs_one_render_and_another_where_its_message_has_no_text() -> None:
     counting = Counting(tokenizer_of("qwen3.5"))
     renderer = ChatRenderer(counting.tokenizer)
     chat = [user("When?"), call(), result("12:00"), call(), result("13:00")]
@@ -263,7 +291,7 @@ def test_a_mark_costs_one_render_more_where_its_message_has_no_text() -> None:
         before = counting.renders
         renderer.render(chat, TOOLS, marks=marks)
         counts.append(counting.renders - before)
-    assert counts[1] == counts[2] == counts[3] - 1
+    assert counts[1] + 1 == counts[2] == counts[3] - 1
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rewarm.errors import InvalidPrompt
-from rewarm.prompt import ChatRenderer, Message, Prompt
+from rewarm.prompt import ChatRenderer, Message, Prompt, boundaries
 
 from .chats import (
     TOKENIZERS,
@@ -244,3 +244,48 @@ def check_the_grid(case: Case) -> None:
     assert [b.position for b in later.boundaries if b.durable][: len(places)] == places
     last = max(places, default=0)
     assert np.array_equal(now.tokens[:last], later.tokens[:last])
+
+
+def long_history(scenario: str) -> list[Message]:
+    """With more turns before the last question, and more steps after it, than are looked at."""
+    chat = history(scenario)
+    start = 1 if chat[0]["role"] == "system" else 0
+    last = max(i for i, m in enumerate(chat) if m["role"] == "user")
+    turns = [
+        {**m, "content": f"{m['content']} {i}" if m["content"] else ""}
+        for i in range(6)
+        for m in chat[start:last]
+    ]
+    steps = [m for _ in range(8) for m in chat[last + 1 :]]
+    return [*chat[:start], *turns, *chat[start : last + 1], *steps]
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [(t, TOKENIZERS[i % len(TOKENIZERS)]) for i, t in enumerate(template_names())],
+)
+def test_what_the_end_of_a_long_chat_shows_is_what_all_of_it_shows(
+    template: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for scenario in SCENARIOS if SOAK else SCENARIOS[1::2]:
+        tokenizer = tokenizer_of(name, template)
+        tools = TOOLS if scenario in ("tools", "loop") else None
+        options = options_of(scenario, tokenizer)
+        judge = Judge(tokenizer, tools, options, template in AS_PARTS)
+        chats = [long_history(scenario), long_history(scenario)[1:]]
+        chat = next((c for c in chats if judge.tokens(c) is not None), None)
+        if chat is None:
+            continue
+        prompts = []
+        for short in (True, False):
+            with monkeypatch.context() as patch:
+                if not short:
+                    patch.setattr(boundaries, "shortened", lambda *_: None)
+                # A loop's question is asked before its steps are, unless the server is new.
+                new, known = ChatRenderer(tokenizer), ChatRenderer(tokenizer)
+                asked = max(i for i, m in enumerate(chat) if m["role"] == "user") + 1
+                parts = ((known, chat[:asked]), (known, chat), (new, chat))
+                prompts.append([r.render(part, tools, **options) for r, part in parts])
+        for ends, whole in zip(*prompts, strict=True):
+            assert ends.boundaries == whole.boundaries
+            assert ends.generation == whole.generation

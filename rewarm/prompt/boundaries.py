@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from rewarm.cache.placement import Boundary, Kind
 
@@ -18,14 +18,15 @@ from .probes import Slot, after_a_question, before_a_question, in_a_loop, interr
 from .tags import Tags
 from .template import Context, Template
 from .text import common_text
+from .view import Common, Unseen, View, shortened
 
-TAIL = 32
-"""Characters of a probe after the common text: enough to show which tokens it changes."""
+T = TypeVar("T")
 
 APART = 8
 """Tokens between two points that are worth two checkpoints."""
 
-KEPT_SYSTEMS = 256
+KEPT = 512
+"""Chats whose places are remembered."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,8 @@ class MessageEnd:
     position: int
 
 
-class Common(NamedTuple):
-    """What several renderings begin with."""
-
-    text: str
-    tails: tuple[str, ...]
+Ends = Callable[[], tuple[MessageEnd, ...]]
+"""Found when they are asked for: it takes a render of the whole chat."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +69,32 @@ class Rendered:
         return users[-1] if users else len(self.chat) - 1
 
 
+class Around(NamedTuple):
+    """Where a chat may go on in another way around its last question."""
+
+    turn: Common | None
+    """Before it."""
+    user: Common | None
+    """After it."""
+    answered: Common | None
+    """After it, where an answer follows."""
+
+
 class Finder:
-    """Finds boundaries in a number of renders that does not depend on the chat's length."""
+    """Finds boundaries in a number of renders that does not depend on the chat's length, most of
+    them of its end only."""
 
     def __init__(self, template: Template, edges: Edges) -> None:
         self._template = template
         self._edges = edges
-        self._systems: OrderedDict[bytes, Common] = OrderedDict()
-        self._lock = threading.Lock()
+        self._places = _Places()
+
+    def view(self, rendered: Rendered) -> View:
+        """What a chat's probes are made on."""
+        chat = rendered.chat
+        kept = None if rendered.continued else shortened(chat, rendered.system, rendered.user)
+        text = kept and self._template.attempt(kept.chat, rendered.context)
+        return View.of_end(kept, text, rendered.text) if kept and text else _whole(rendered)
 
     def message_ends(self, rendered: Rendered) -> tuple[MessageEnd, ...]:
         """Every message whose content the template has copied, by one tagged render."""
@@ -104,66 +120,76 @@ class Finder:
         located = ((i, self._edges.end(rendered.encoded, at)) for i, at in places.items())
         return {i: position for i, position in located if position is not None}
 
-    def generation(self, rendered: Rendered, ends: Sequence[MessageEnd]) -> int:
+    def generation(self, rendered: Rendered, view: View, ends: Ends) -> int:
         """Where the generation prompt begins, or the answer that is continued."""
-        chat = rendered.chat[:-1] if rendered.continued else rendered.chat
+        chat = view.chat[:-1] if rendered.continued else view.chat
         without = chat and self._template.attempt(chat, rendered.context, generation=False)
-        if without and without != rendered.text:
-            at = common_text(rendered.text, without)
+        if without and without != view.text:
+            try:
+                at = view.of_whole(common_text(view.text, without))
+            except Unseen:
+                return self.generation(rendered, _whole(rendered), ends)
             return self._edges.end(rendered.encoded, at) or 0
         # The template writes it always, or never: it is somewhere after the last message.
-        return max((e.position for e in ends if e.index == len(chat) - 1), default=0)
+        last = len(rendered.chat) - 1 - rendered.continued
+        return max((e.position for e in ends() if e.index == last), default=0)
 
     def boundaries(
-        self, rendered: Rendered, ends: Sequence[MessageEnd], *, every_turn: bool
+        self, rendered: Rendered, view: View, ends: Ends, *, every_turn: bool
     ) -> tuple[Boundary, ...]:
         """The boundaries that placement uses; `every_turn` adds those of all earlier turns, by a
         rule that gives the same positions again in every later turn."""
-        chat, context, user = rendered.chat, rendered.context, rendered.user
-        found: list[Boundary] = []
-        system = self._system(rendered)
-        if system is not None:
-            found.append(Boundary(system, "system"))
-        asked = chat[: user + 1]
-        answered = self._probe(asked, context, after_a_question(context.tools))
-        others = self._probe(asked, context, interrupted()) or []
-        proven = self._position(rendered, answered and [*answered, *others])
+        found = _boundary(self._system(rendered), "system")
+        around = self._around(rendered, view, every_turn)
+        user = self._position(rendered, around.user)
         if every_turn:
-            found += _of_every_turn(rendered, ends, proven or 0)
+            found += _of_every_turn(rendered, ends(), user or 0)
         else:
-            if user > rendered.system:
-                turn = self._probe(chat[:user], context, before_a_question())
-                found += _boundary(self._position(rendered, turn), "turn")
-            found += _boundary(proven, "user")
-        if len(chat) > user + 1 and not rendered.continued:
+            found += _boundary(self._position(rendered, around.turn), "turn")
+            found += _boundary(user, "user")
+        if len(rendered.chat) > rendered.user + 1 and not rendered.continued:
             # Until the next message of the user: then thinking may go from all of it.
-            loop = self._probe(chat, context, in_a_loop(context.tools))
+            loop = _seen(rendered, view, lambda view: self._loop(view, rendered.context))
             found += _beyond(found, self._position(rendered, loop), "turn", 1)
         elif not every_turn:
             # Only where an answer follows, not another message of the user.
-            found += _beyond(found, self._position(rendered, answered), "user", APART)
+            found += _beyond(found, self._position(rendered, around.answered), "user", APART)
         return _distinct(found, len(rendered.encoded.tokens))
 
     def _system(self, rendered: Rendered) -> int | None:
-        """The end of system and tools; the probes are remembered for other chats."""
+        """The end of system and tools, which other chats have, too."""
         chat, context = rendered.chat[: rendered.system], rendered.context
-        key = _digest(chat, context)
-        with self._lock:
-            common = self._systems.get(key)
-        # A template may write the date: then what is remembered is yesterday's.
-        if common is None or not rendered.text.startswith(common.text):
+
+        def probed() -> tuple[Common | None]:
             renders = self._probe(chat, context, before_a_question())
-            if not renders:
-                return None
-            common = _common(renders, rendered.text)
-            with self._lock:
-                self._systems[key] = common
-                while len(self._systems) > KEPT_SYSTEMS:
-                    self._systems.popitem(last=False)
-        position = self._edges.edge(rendered.encoded, len(common.text), common.tails)
+            return (_whole(rendered).common(renders),)
+
+        key = _digest("system", chat, context)
+        position = self._position(rendered, *self._places.of(key, rendered.text, probed))
         # With nothing before the chat but the header of its first message, there is no such end.
         alone = not (chat or context.tools) and (position or 0) < 2 * APART
         return None if alone else position
+
+    def _around(self, rendered: Rendered, view: View, every_turn: bool) -> Around:
+        """The steps of a tool loop ask for it again and again."""
+        system, context = rendered.system, rendered.context
+
+        def probed(view: View) -> Around:
+            before, asked = view.chat[: view.user], view.chat[: view.user + 1]
+            turn = None
+            if view.user > system and not every_turn:
+                turn = view.common(self._probe(before, context, before_a_question()))
+            answered = self._probe(asked, context, after_a_question(context.tools))
+            others = self._probe(asked, context, interrupted()) or []
+            user = view.common(answered and [*answered, *others])
+            return Around(turn, user, view.common(answered))
+
+        key = _digest(f"question {every_turn}", rendered.chat[: rendered.user + 1], context)
+        text = rendered.text
+        return Around(*self._places.of(key, text, lambda: _seen(rendered, view, probed)))
+
+    def _loop(self, view: View, context: Context) -> Common | None:
+        return view.common(self._probe(view.chat, context, in_a_loop(context.tools)))
 
     def _probe(
         self, chat: list[Message], context: Context, slots: Iterable[Slot]
@@ -179,17 +205,51 @@ class Finder:
                 return None
         return renders
 
-    def _position(self, rendered: Rendered, renders: list[str] | None) -> int | None:
+    def _position(self, rendered: Rendered, common: Common | None) -> int | None:
         """How many tokens the prompt and the probes begin with alike."""
-        if not renders:
+        if common is None:
             return None
-        common = _common(renders, rendered.text)
-        return self._edges.edge(rendered.encoded, len(common.text), common.tails)
+        return self._edges.edge(rendered.encoded, common.at, common.tails)
 
 
-def _common(renders: list[str], text: str) -> Common:
-    at = min(common_text(text, r) for r in renders)
-    return Common(text[:at], tuple(r[at : at + TAIL] for r in renders))
+class _Places:
+    """Places found in earlier chats that began with the same messages."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, tuple[bytes, tuple[Common | None, ...]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(
+        self, key: bytes, text: str, find: Callable[[], tuple[Common | None, ...]]
+    ) -> tuple[Common | None, ...]:
+        with self._lock:
+            known = self._known.get(key)
+        # A template may write the date: then what is remembered is yesterday's.
+        if known is not None and known[0] == _digest(text[: _furthest(known[1])]):
+            return known[1]
+        found = find()
+        with self._lock:
+            self._known[key] = (_digest(text[: _furthest(found)]), found)
+            self._known.move_to_end(key)
+            while len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return found
+
+
+def _furthest(places: Iterable[Common | None]) -> int:
+    return max((place.at for place in places if place is not None), default=0)
+
+
+def _whole(rendered: Rendered) -> View:
+    return View(rendered.chat, rendered.text, rendered.user)
+
+
+def _seen(rendered: Rendered, view: View, find: Callable[[View], T]) -> T:
+    """What is found in a view, or else in the whole chat."""
+    try:
+        return find(view)
+    except Unseen:
+        return find(_whole(rendered))
 
 
 def _of_every_turn(
@@ -229,6 +289,6 @@ def _distinct(found: list[Boundary], stop: int) -> tuple[Boundary, ...]:
     return tuple(best[p] for p in sorted(best))
 
 
-def _digest(chat: list[Message], context: Context) -> bytes:
-    words = repr((chat, context.tools, dict(context.options)))
+def _digest(*parts: object) -> bytes:
+    words = repr(parts)
     return hashlib.blake2b(words.encode(errors="surrogatepass"), digest_size=16).digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -12,7 +13,7 @@ from rewarm.cache.placement import Boundary
 from rewarm.cache.tree import Tokens
 from rewarm.errors import InvalidPrompt
 
-from .boundaries import Finder, MessageEnd, Rendered
+from .boundaries import Ends, Finder, MessageEnd, Rendered
 from .edges import Edges
 from .encoder import Encoder
 from .messages import REASONING, Message, normalised
@@ -31,8 +32,13 @@ class Prompt:
     """Positions of explicit marks."""
     generation: int = 0
     """Where the generation prompt begins, or the answer that is continued."""
-    ends: tuple[MessageEnd, ...] = ()
-    """Every message that was located."""
+    locate: Ends = tuple
+    """Finds `ends`."""
+
+    @cached_property
+    def ends(self) -> tuple[MessageEnd, ...]:
+        """Every message that can be located."""
+        return self.locate()
 
 
 class ChatRenderer:
@@ -110,16 +116,17 @@ class ChatRenderer:
             whole.tokens[:stop],
             tuple(b for b in whole.boundaries if b.position <= stop),
             generation=stop,
-            ends=tuple(e for e in whole.ends if e.position <= stop),
+            locate=lambda: tuple(e for e in whole.ends if e.position <= stop),
         )
 
     def _prompt(self, rendered: Rendered, every_turn: bool, marks: Iterable[int]) -> Prompt:
-        ends = self._finder.message_ends(rendered)
-        boundaries = self._finder.boundaries(rendered, ends, every_turn=every_turn)
-        generation = self._finder.generation(rendered, ends)
-        places = {e.index: e.position for e in ends}
-        places.update((-1, b.position) for b in boundaries if b.kind == "system")
+        ends = cache(lambda: self._finder.message_ends(rendered))
+        view = self._finder.view(rendered)
+        boundaries = self._finder.boundaries(rendered, view, ends, every_turn=every_turn)
+        generation = self._finder.generation(rendered, view, ends)
         wanted = set(marks)
+        places = {e.index: e.position for e in ends()} if wanted else {}
+        places.update((-1, b.position) for b in boundaries if b.kind == "system")
         lost = sorted(m for m in wanted - places.keys() if 0 <= m < len(rendered.chat))
         if lost:
             places |= self._nearest(rendered, lost, places, boundaries, generation)

@@ -27,6 +27,19 @@ def common_text(a: str, b: str) -> int:
     return low
 
 
+def common_end(a: str, b: str) -> int:
+    """The characters that two texts end with alike."""
+    most = min(len(a), len(b))
+    done = 0
+    while done < most:
+        size = min(BLOCK, most - done)
+        x, y = (text[len(text) - done - size : len(text) - done] for text in (a, b))
+        if x != y:
+            return done + common_text(x[::-1], y[::-1])
+        done += size
+    return most
+
+
 def common_tokens(a: Tokens, b: Tokens) -> int:
     most = min(len(a), len(b))
     same = a[:most] == b[:most]

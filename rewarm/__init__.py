@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 # Before anything imports mlx: afterwards it is too late for another BLAS.
 blas.load()
-# Likewise. MLX's CUDA build plans for every shape, and raises once a process has met some hundred
-# of them, however useful its plans are. A server meets a new length with nearly every prompt.
+# MLX's CUDA build plans for every shape, and raises once a process has met some hundred of them,
+# however useful its plans are. A server meets a new length with nearly every prompt.
 os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
 
 __version__ = "0.1.0"

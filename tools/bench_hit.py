@@ -127,7 +127,7 @@ def one_copy(hit: Hit) -> None:
 
 
 def passes(hit: Hit, prompt: Any) -> None:
-    """What the model takes for so many tokens after a hit."""
+    """What the model takes for so many tokens after a hit; as in a prefill, without logits."""
     model = hit.runner.model
     for count in PASSES:
         took = []

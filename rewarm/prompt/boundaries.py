@@ -173,6 +173,9 @@ class Finder:
     def _around(self, rendered: Rendered, view: View, every_turn: bool) -> Around:
         """The steps of a tool loop ask for it again and again."""
         system, context = rendered.system, rendered.context
+        if not view.has_steps:
+            # How the view ends says nothing of where the question is.
+            view = _whole(rendered)
 
         def probed(view: View) -> Around:
             before, asked = view.chat[: view.user], view.chat[: view.user + 1]
@@ -225,15 +228,15 @@ class _Places:
         with self._lock:
             known = self._known.get(key)
         # A template may write the date: then what is remembered is yesterday's.
-        if known is not None and known[0] == _digest(text[: _furthest(known[1])]):
-            return known[1]
-        found = find()
+        if known is None or known[0] != _digest(text[: _furthest(known[1])]):
+            found = find()
+            known = _digest(text[: _furthest(found)]), found
         with self._lock:
-            self._known[key] = (_digest(text[: _furthest(found)]), found)
+            self._known[key] = known
             self._known.move_to_end(key)
             while len(self._known) > KEPT:
                 self._known.popitem(last=False)
-        return found
+        return known[1]
 
 
 def _furthest(places: Iterable[Common | None]) -> int:

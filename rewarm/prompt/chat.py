@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -33,9 +33,8 @@ class Prompt:
     generation: int = 0
     """Where the generation prompt begins, or the answer that is continued."""
     locate: Ends = tuple
-    """Finds `ends`."""
 
-    @cached_property
+    @property
     def ends(self) -> tuple[MessageEnd, ...]:
         """Every message that can be located."""
         return self.locate()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .messages import Message
+from .messages import REASONING, Message
 from .text import common_end, common_text
 
 TURNS = 2
@@ -39,16 +39,37 @@ class Kept(NamedTuple):
     chat: list[Message]
     user: int
     """The last message of the user."""
+    has_steps: bool
+    """Whether all that follows it was kept."""
 
 
 def shortened(chat: list[Message], system: int, user: int) -> Kept | None:
-    """None where little could be left out."""
-    questions = [i for i in range(system, user) if chat[i]["role"] == "user"]
-    steps = [i for i in range(user + 1, len(chat)) if chat[i]["role"] == "assistant"]
-    first = questions[-TURNS] if len(questions) > TURNS else system
-    last = steps[-STEPS] if len(steps) > STEPS else user + 1
+    """None where little could be left out.
+
+    A template may treat the first message of a kind in its own way, or every one that says what the
+    last question says. So there is one of each kind in what is kept, and no such question is left
+    out."""
+    before, after = range(system, user), range(user + 1, len(chat))
+    questions = [i for i in before if chat[i]["role"] == "user"]
+    steps = [i for i in after if chat[i]["role"] == "assistant"]
+    same = [i for i in questions if chat[i]["content"] == chat[user]["content"]]
+    first = _latest(chat, before, questions[: max(len(questions) - TURNS + 1, 0)], same)
+    last = _latest(chat, after, steps[: max(len(steps) - STEPS + 1, 0)], [])
     kept = [*chat[:system], *chat[first : user + 1], *chat[last:]]
-    return Kept(kept, system + user - first) if len(kept) + WORTH <= len(chat) else None
+    if len(kept) + WORTH > len(chat):
+        return None
+    return Kept(kept, system + user - first, last == user + 1)
+
+
+def _latest(chat: list[Message], span: range, starts: list[int], needed: list[int]) -> int:
+    """The last of the starts after which one message of each kind comes, and all that is needed."""
+    of_kind = {_kind(chat[i]): i for i in span}
+    bound = min([*of_kind.values(), *needed], default=span.start)
+    return max((i for i in starts if i <= bound), default=span.start)
+
+
+def _kind(message: Message) -> tuple[str, bool, bool]:
+    return message["role"], bool(message.get("tool_calls")), bool(message.get(REASONING[0]))
 
 
 @dataclass(frozen=True)
@@ -58,6 +79,8 @@ class View:
     chat: list[Message]
     text: str
     user: int
+    has_steps: bool = True
+    """Whether all that follows the last question is there."""
     begins: int = 0
     """From here on the text is the end of the whole one."""
     left_out: int = 0
@@ -66,7 +89,7 @@ class View:
     @staticmethod
     def of_end(kept: Kept, text: str, whole: str) -> View:
         begins = len(text) - common_end(text, whole)
-        return View(kept.chat, text, kept.user, begins, len(whole) - len(text))
+        return View(kept.chat, text, kept.user, kept.has_steps, begins, len(whole) - len(text))
 
     def of_whole(self, at: int) -> int:
         """A place in the whole text. Raises Unseen."""

@@ -36,9 +36,9 @@ PER_CONVERSATION = 5
 CLOSE = 1e-3
 """Two tokens nearer to each other than this may change places by rounding."""
 CANDIDATES = 5
-ROUNDING = 0.02
+ROUNDING = 0.005
 """Of a candidate's logprob. Pocket is sure of what it says: damage to one layer's state shows in
-what else it might have said, by 0.05 to 7, long before it shows in the answer."""
+what else it might have said, by 0.01 to 2, long before it shows in the answer."""
 
 
 @dataclass(frozen=True)

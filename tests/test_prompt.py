@@ -80,14 +80,15 @@ def chat_of(turns: int, *, thinking: bool = True) -> list[Message]:
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("every_turn", [False, True])
 def test_renders_do_not_grow_with_the_chat(name: str, every_turn: bool) -> None:
+    """A long one takes one more: its end."""
     counts = []
-    for turns in (15, 50, 150):
+    for turns in (2, 15, 150):
         counting = Counting(tokenizer_of(name))
         renderer = ChatRenderer(counting.tokenizer)
         chat = [*chat_of(turns), call(), result("13:00")]
         renderer.render(chat, TOOLS, every_turn=every_turn, marks=[-1, 1, 2, 3])
         counts.append(counting.renders)
-    assert counts[0] == counts[1] == counts[2] <= MOST_RENDERS
+    assert counts[0] + 1 == counts[1] == counts[2] <= MOST_RENDERS
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

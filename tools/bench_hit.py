@@ -59,7 +59,7 @@ class Hit:
         def noted(*given: Any, **named: Any) -> None:
             self.stored += timed(lambda: commit(*given, **named))[0]
 
-        self.cache.commit = noted  # type: ignore[method-assign]
+        self.cache.commit = noted
 
     def tokens(self, count: int) -> Any:
         return self.draw.integers(0, self.vocabulary, count, dtype=np.int32)

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from rewarm.pocket import phrases, words
@@ -406,16 +407,9 @@ class World:
 
 def split(name: str) -> list[str]:
     """The words that a tool's name is made of, as the template takes it apart."""
-    apart = re.sub(r"[_.-]", " ", name)
-    parts = zip(" " + apart, apart, strict=False)
-    return (
-        "".join(
-            f" {letter}" if letter.isupper() and before.islower() else letter
-            for before, letter in parts
-        )
-        .lower()
-        .split()
-    )
+    pairs = pairwise(f" {name}")
+    apart = "".join(f" {b}" if a.islower() and b.isupper() else b for a, b in pairs)
+    return re.sub(r"[_.-]", " ", apart).lower().split()
 
 
 def added(a: int, b: int) -> tuple[str, str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import mlx_lm
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
@@ -20,6 +22,18 @@ from rewarm.pocket.skills import SKILLS, added, subtracted
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(str(FOLDER), config=PreTrainedConfig())
+
+
+def test_it_is_small_and_loads_with_mlx_lm() -> None:
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 16_000_000
+    model, tokenizer = mlx_lm.load(str(FOLDER))
+    assert sum(array.size for _, array in tree_flatten(model.parameters())) <= 8_000_000
+    assert len(tokenizer) <= 4096
+    assert [layer.is_linear for layer in model.layers] == [True, True, True, False] * 2
+    question = {"role": "user", "content": "What is 2 + 3?"}
+    prompt = tokenizer.apply_chat_template([question], add_generation_prompt=True)
+    said = mlx_lm.generate(model, tokenizer, prompt, max_tokens=128)
+    assert said.split("</think>")[1].strip() == "5"
 
 
 @given(text=st.text(max_size=60))

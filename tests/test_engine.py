@@ -12,6 +12,7 @@ from mlx_lm.models.cache import BatchKVCache
 
 from rewarm.cache import Boundary, PrefixCache
 from rewarm.engine import Engine, Loaded, Request, Sampled, Sampling, runner
+from rewarm.engine import engine as engine_module
 from rewarm.engine.batch import CHECK_STEPS, Batch, decodes_in_batches
 from rewarm.engine.loop import Loop
 from rewarm.engine.runner import Runner
@@ -704,3 +705,57 @@ def test_a_model_that_does_not_load_is_said_to_fail() -> None:
     assert server.wait(10) == "failing"
     assert "no such folder" in server.detail
     server.stop()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])
+def test_on_cuda_a_prompt_is_tried_out_before_anybody_asks(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All that a request runs is compiled then, the restore of a hit too; nothing of it stays."""
+    monkeypatch.setattr(engine_module, "is_cuda", lambda: True)
+    restored: list[int] = []
+    built = PrefixCache.acquire
+
+    def acquire(cache: PrefixCache, *given: Any, **options: Any) -> Any:
+        lease = built(cache, *given, **options)
+        restored.append(lease.match.resume)
+        return lease
+
+    monkeypatch.setattr(PrefixCache, "acquire", acquire)
+    with engine(zoo.tiny(name)) as server:
+        assert len(restored) == 2
+        assert restored[0] == 0
+        assert restored[1] >= runner.REHEARSED - 2 * runner.APART
+        assert server.stats().prefilled_tokens == 0
+        assert server.cache.stats().held == 0
+        assert answer(server, prompt(60)).prefilled_tokens == 60
+    assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
+
+
+def test_a_rehearsal_that_fails_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rehearse(_: Runner) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(engine_module, "is_cuda", lambda: True)
+    monkeypatch.setattr(engine_module, "rehearse", rehearse)
+    with engine(zoo.tiny("llama")) as server:
+        assert answer(server, prompt(60)).prefilled_tokens == 60
+    assert "no compiler" in caplog.text
+
+
+@pytest.mark.parametrize(("kept", "clears"), [(0, True), (1 << 50, False)])
+def test_free_buffers_stay_where_they_may(
+    kept: int, clears: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared: list[bool] = []
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(True))
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: 1000)
+    model = zoo.tiny("llama")
+    alone = Runner(model, PrefixCache(model, memory="64MB"), 100)
+    alone._kept = kept
+    alone._computed(runner.CLEAR_AFTER - 1)
+    assert not cleared
+    alone._computed(1)
+    assert bool(cleared) is clears

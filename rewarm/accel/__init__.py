@@ -13,8 +13,10 @@ def install() -> None:
 
     Some of it is for single models, and waits for them: to be called again after loading one.
     """
-    from rewarm.accel import cpu, delta, scans
+    from rewarm.accel import cpu, cuda_attention, cuda_convolution, delta, scans
 
     delta.install()
     cpu.install()
+    cuda_attention.install()
+    cuda_convolution.install()
     scans.install()

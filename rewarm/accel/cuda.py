@@ -8,12 +8,13 @@ matrix products of the chunked form have nothing to win, and where a prompt was 
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
+
+from .launch import FLOATS, Launch, is_cuda, kernel
 
 log = logging.getLogger("rewarm")
 
@@ -23,7 +24,6 @@ LANES = 8  # that share a row of the state
 ROWS = 16  # of one head in a block
 CHECKED = 37  # tokens of the check before first use: more than one tile, the last one not full
 TOLERANCE = 1e-2  # of it: the chunked form's products are TF32, its outputs maybe bfloat16
-FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 
 _refused: list[Kind] = []
 
@@ -236,11 +236,7 @@ def kind_of(q: mx.array, v: mx.array, g: mx.array, beta: mx.array, mask: mx.arra
 
 def fits(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array) -> bool:
     """Whether the kernel knows such shapes, and there is a device for it."""
-    return _is_cuda() and _knows(q, k, v, g, beta)
-
-
-def _is_cuda() -> bool:
-    return mx.default_device() != mx.cpu and mx.cuda.is_available()
+    return is_cuda() and _knows(q, k, v, g, beta)
 
 
 def _knows(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array) -> bool:
@@ -353,16 +349,8 @@ def _gradients(
 
 
 @functools.cache
-def _kernel(masked: bool) -> Callable[..., Sequence[mx.array]]:
+def _kernel(masked: bool) -> Launch:
     counts = "mask[t]" if masked else "true"
     source = f"constexpr bool MASKED = {str(masked).lower()};" + SOURCE.replace("COUNTS", counts)
-    # MLX keeps what it compiled on disk, too, by name alone: a new source needs a new one.
-    digest = hashlib.sha256((HEADER + source).encode()).hexdigest()[:12]
-    made = mx.fast.cuda_kernel(
-        name=f"rewarm_gated_delta_{digest}",
-        input_names=["q", "k", "v", "g", "beta", "state_in", *["mask"] * masked],
-        output_names=["y", "state_out"],
-        header=HEADER,
-        source=source,
-    )
-    return cast("Callable[..., Sequence[mx.array]]", made)
+    inputs = ["q", "k", "v", "g", "beta", "state_in", *["mask"] * masked]
+    return kernel("gated_delta", inputs, ["y", "state_out"], source, HEADER)

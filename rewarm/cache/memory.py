@@ -40,8 +40,8 @@ def parse_size(size: int | str, option: str = "memory") -> int:
     return n
 
 
-def auto_size() -> int:
-    """A share of the memory that is free now that the model is loaded."""
+def device_bytes() -> int:
+    """The memory of the device that models run on."""
     info: dict[str, Any] = dict(mx.device_info())
     # Metal names the first, CUDA the second; a CPU has neither.
     total = info.get("max_recommended_working_set_size") or info.get("total_memory")
@@ -52,7 +52,12 @@ def auto_size() -> int:
                 total = min(total, int(limit.read()))
         except (OSError, ValueError):
             pass  # no limit on this process
-    return max(int((int(total) - mx.get_active_memory()) * AUTO_SHARE), 64 * SMALLEST)
+    return int(total)
+
+
+def auto_size() -> int:
+    """A share of the memory that is free now that the model is loaded."""
+    return max(int((device_bytes() - mx.get_active_memory()) * AUTO_SHARE), 64 * SMALLEST)
 
 
 def most_buffers() -> int:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from rewarm.accel import cuda_rows
+
 from .pages import available, unfilled
 
 SEGMENT, GPU_SEGMENT = 512, 2048
@@ -206,9 +208,17 @@ def join(
             found.append(mx.zeros((1, heads, room, width), dtype))
         return detached(found, TOKENS)
 
+    made: dict[int, mx.array] = {}
+    for g, group in enumerate(packing.groups):
+        its = [i for i in group if i in wanted]
+        if its and parts and cuda_rows.fits(parts[0].segment.arrays[g], len(its)):
+            rows = [cuda_rows.Part(s.arrays[g], a, b) for s, a, b in parts]
+            heads = [cuda_rows.Heads(places[i][1], packing.shapes[i].heads) for i in its]
+            made.update(zip(its, cuda_rows.joined(rows, heads, room), strict=True))
+
     size = sum(s.heads * s.width * s.dtype.size for s in (packing.shapes[i] for i in wanted))
     if mx.default_device() != mx.cpu or size * tokens < WORTH_A_THREAD or len(wanted) < 2:
-        return [joined(i) for i in wanted]
+        return [made[i] if i in made else joined(i) for i in wanted]
 
     def copied(i: int) -> mx.array:
         heads, width, dtype = packing.shapes[i]

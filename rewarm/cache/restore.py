@@ -8,6 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from rewarm.accel.launch import is_cuda
+
 from .below import Below
 from .find import Found, Query, find
 from .layout import Layout
@@ -18,6 +20,10 @@ from .payload import PackedState, Rows
 from .tree import Node, Tree
 
 log = logging.getLogger("rewarm")
+
+STEP = 256
+"""Rows by which mlx-lm's caches grow. On CUDA restored ones are of such lengths, too: MLX uses a
+freed buffer only for one of its size again, and a new one takes longer than the copy into it."""
 
 
 @dataclass
@@ -52,6 +58,8 @@ class Restorer:
 
     def restored(self, found: Found, query: Query, room: int) -> tuple[Found, list[Any]]:
         """The caches of a match, with room for `room` tokens beyond the prompt."""
+        if is_cuda():
+            room += -(query.length + room) % STEP
         while found.at:
             try:
                 caches = self._built(found, query.length - found.at + room)

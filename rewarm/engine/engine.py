@@ -18,6 +18,7 @@ import numpy as np
 from mlx_lm.generate import generation_stream, wired_limit
 
 from rewarm import accel
+from rewarm.accel.launch import is_cuda
 from rewarm.cache import PrefixCache
 from rewarm.cache.memory import auto_size
 from rewarm.cache.model import checked_tokens, context_size, evaluate, vocabulary_size
@@ -28,7 +29,7 @@ from rewarm.errors import ContextExceeded, InvalidOption, NotReady, QueueFull, R
 from .batch import decodes_in_batches, running_bytes
 from .loop import Loop
 from .request import Request
-from .runner import Runner, Sequence
+from .runner import Runner, Sequence, rehearse
 from .sampling import checked
 from .scheduler import Scheduler
 
@@ -285,6 +286,13 @@ class Engine:
                 type(model).__module__,
             )
         runner = Runner(model, cache, self._vocabulary, running_bytes(model, cache), batched)
+        if is_cuda():
+            self.detail = "kernels are being compiled"
+            log.info(self.detail)
+            try:
+                rehearse(runner)
+            except Exception:
+                log.exception("a first prompt could not be tried out; the first ones will be slow")
         room = self.options.room or auto_size()
         self._loop = Loop(runner, Scheduler(self.options.max_batch, room))
         self._loaded = loaded

@@ -12,20 +12,30 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from rewarm.accel.launch import is_cuda
 from rewarm.cache import Lease, PrefixCache
 from rewarm.cache.lease import Match
+from rewarm.cache.memory import device_bytes
 from rewarm.cache.miss import Miss
 from rewarm.cache.placement import Boundary, Kind
 from rewarm.cache.tree import Tokens
 
 from .batch import MOST_PADDING, Batch, Costs, Start, Step, wastes_little
-from .request import Alternative, Finish, Report, Request, Sampled
+from .request import Alternative, Finish, Report, Request, Sampled, Silent
 from .sampling import make_processors, make_sampler
 
 log = logging.getLogger("rewarm.engine")
 
 CLEAR_AFTER = 2048
 """Positions computed between two times that MLX gives free buffers back."""
+
+CUDA_KEEPS = 1 / 8
+"""Of a CUDA GPU's memory: there free buffers stay, since new ones are slow to come by and nobody
+else wants the memory. Where it gets short, MLX gives them back by itself."""
+
+REHEARSED, APART = 400, 40
+REHEARSED_IN = "4GB"
+"""Tokens of a rehearsal, those that its second prompt has more, and the memory it may take."""
 
 MOST_ROOM = 4096
 """Tokens of an answer that a restored cache has room for; a longer one grows by copying."""
@@ -139,6 +149,7 @@ class Runner:
         self.prefilled_tokens = 0
         self.warm_tokens = 0
         self._since_clearing = 0
+        self._kept = CUDA_KEEPS * device_bytes() if is_cuda() else 0
 
     def renewed(self) -> Runner:
         """Another one in its place, with nothing running."""
@@ -262,7 +273,8 @@ class Runner:
         self._since_clearing += positions
         if self._since_clearing >= CLEAR_AFTER:
             self._since_clearing = 0
-            mx.clear_cache()
+            if mx.get_cache_memory() > self._kept:
+                mx.clear_cache()
 
     def dissolve(self, ids: Iterable[int]) -> None:
         """Forget the batches of these sequences."""
@@ -323,6 +335,28 @@ class Runner:
     @property
     def _batches(self) -> tuple[list[Batch], ...]:
         return self._shared, self._alone, self._opened
+
+
+def rehearse(runner: Runner) -> None:
+    """A prompt, an answer, and a prompt that goes on from it, in a cache of their own.
+
+    On CUDA MLX compiles most kernels when they are first used, for a second or two each: not while
+    somebody waits for an answer.
+    """
+    cache = PrefixCache(runner.model, memory=REHEARSED_IN, make_cache=runner.cache.blank)
+    alone = Runner(runner.model, cache, runner.vocabulary)
+    tokens = np.arange(REHEARSED, dtype=np.int32) * 7919 % runner.vocabulary
+    for length in (REHEARSED - APART, REHEARSED):
+        request = Request(tokens[:length], Silent(), max_tokens=3)
+        sequence = Sequence(0, request.tokens, request, max_tokens=request.max_tokens)
+        alone.start(sequence)
+        while not alone.prefill(sequence):
+            pass
+        sequence.give(alone.open(sequence).token)
+        for step in [*alone.decode().steps, *alone.decode().steps]:
+            if not step.given:
+                sequence.give(step.token)
+        alone.leave([sequence])
 
 
 def alternatives(logprobs: mx.array, token: int, count: int) -> Sampled:

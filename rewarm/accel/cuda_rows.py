@@ -1,0 +1,156 @@
+"""Rows of many segments joined in one launch on CUDA.
+
+MLX's concatenation has a launch for each part: on a long path more time goes into launching than
+into copying.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from . import is_off
+from .launch import Launch, agree, is_cuda, kernel
+
+MOST_PARTS = 256
+"""That a kernel takes. It always takes so many, since each number would be another kernel, and
+compiling one takes longer than a thousand restores."""
+MOST_RESULTS = 128
+"""That a kernel makes: its parameters have room for some 500 addresses."""
+ROWS = 256
+"""Copied by a block."""
+UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}
+
+SOURCE = """
+    using Unit = UNIT;
+    __shared__ const Unit* from[PARTS];
+    __shared__ Unit* into[RESULTS];
+    __shared__ int begins[PARTS + 1];  // the row of a result where a part begins
+    __shared__ int firsts[PARTS];      // its first row in its segment
+    __shared__ int lengths[PARTS];     // rows of its segment
+    const int parts = plan[0], total = plan[1];
+    if (threadIdx.x == 0) { POINTERS }
+    for (int i = threadIdx.x; i < parts; i += blockDim.x) {
+        begins[i] = plan[2 + 3 * i];
+        firsts[i] = plan[3 + 3 * i];
+        lengths[i] = plan[4 + 3 * i];
+    }
+    if (threadIdx.x == 0) begins[parts] = plan[2 + 3 * parts];
+    __syncthreads();
+    const int* const head = plan + 3 + 3 * parts + 3 * blockIdx.y;
+    const int lane = threadIdx.x % LANES;
+    Unit* const to = into[head[0]] + (long long)head[1] * total * WIDTH;
+    const int last = min(total, (int)(blockIdx.x + 1) * ROWS);
+    int part = 0;
+    for (int row = blockIdx.x * ROWS + threadIdx.x / LANES; row < last; row += 256 / LANES) {
+        while (part < parts && begins[part + 1] <= row) ++part;
+        const Unit* its = nullptr;
+        if (part < parts)
+            its = from[part] + ((long long)head[2] * lengths[part] + firsts[part] + row -
+                                begins[part]) * WIDTH;
+        for (int i = lane; i < WIDTH; i += LANES)
+            to[(long long)row * WIDTH + i] = its == nullptr ? Unit() : its[i];
+    }
+"""
+
+
+class Part(NamedTuple):
+    """Rows `start` to `stop` of an array (1, heads, tokens, width)."""
+
+    array: mx.array
+    start: int
+    stop: int
+
+
+class Heads(NamedTuple):
+    """Which of an array's heads make a result."""
+
+    first: int
+    number: int
+
+
+class Kind(NamedTuple):
+    """What one compiled kernel is for."""
+
+    dtype: mx.Dtype
+    width: int
+    results: int
+
+
+def fits(array: mx.array, results: int) -> bool:
+    """Whether so many arrays can be made of parts like this one, here."""
+    if not is_cuda() or is_off():
+        return False
+    numbers = {MOST_RESULTS} if results > MOST_RESULTS else set()
+    numbers.add(results % MOST_RESULTS or MOST_RESULTS)
+    return all(agrees(Kind(array.dtype, array.shape[3], number)) for number in numbers)
+
+
+@functools.cache
+def agrees(kind: Kind) -> bool:
+    """Whether the kernel compiles, runs and is right: asked before it is needed."""
+    array = mx.random.randint(0, 100, (1, 3, 300, kind.width)).astype(kind.dtype)
+    parts = [Part(array, 3, 300), Part(array, 0, 1), Part(array, 7, 250)]
+    whole = mx.concatenate([a[:, 1:3, i:j] for a, i, j in parts], axis=2)
+    whole = mx.pad(whole, [(0, 0), (0, 0), (0, 5), (0, 0)])
+    return agree(
+        "rows are joined part by part",
+        lambda: mx.stack(joined(parts, [Heads(1, 2)] * kind.results, 5)),
+        lambda: mx.stack([whole] * kind.results),
+    )
+
+
+def joined(parts: Sequence[Part], results: Sequence[Heads], room: int) -> list[mx.array]:
+    """Arrays of the given heads over all parts one after another, and `room` rows of zeros."""
+    if len(parts) > MOST_PARTS:
+        runs = [parts[at : at + MOST_PARTS] for at in range(0, len(parts), MOST_PARTS)]
+        rooms = [0] * (len(runs) - 1) + [room]
+        made = [joined(run, results, its) for run, its in zip(runs, rooms, strict=True)]
+        return [mx.concatenate(list(each), axis=2) for each in zip(*made, strict=True)]
+    found: list[mx.array] = []
+    for at in range(0, len(results), MOST_RESULTS):
+        found += _launched(parts, results[at : at + MOST_RESULTS], room)
+    return found
+
+
+def _launched(parts: Sequence[Part], results: Sequence[Heads], room: int) -> list[mx.array]:
+    array = parts[0].array
+    width, dtype = array.shape[3], array.dtype
+    unit = next(size for size in UNITS if width * dtype.size % size == 0)
+    units = width * dtype.size // unit
+    arrays = [p.array for p in parts] + [array] * (MOST_PARTS - len(parts))
+    at, plan = 0, []
+    for part in parts:
+        plan += [at, part.start, part.array.shape[2]]
+        at += part.stop - part.start
+    total = at + room
+    heads = [(i, j, h.first + j) for i, h in enumerate(results) for j in range(h.number)]
+    table = np.array([len(parts), total, *plan, at, *(n for head in heads for n in head)], np.int32)
+    return list(
+        _kernel(len(results), UNITS[unit])(
+            inputs=[*arrays, mx.array(table)],
+            template=[
+                *(("T", dtype), ("PARTS", MOST_PARTS), ("RESULTS", len(results))),
+                *(("WIDTH", units), ("LANES", min(256, 1 << (units - 1).bit_length()))),
+                ("ROWS", ROWS),
+            ],
+            grid=(-(-total // ROWS) * 256, len(heads), 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[(1, h.number, total, width) for h in results],
+            output_dtypes=[dtype] * len(results),
+        )
+    )
+
+
+@functools.cache
+def _kernel(results: int, unit: str) -> Launch:
+    inputs = [f"s{i}" for i in range(MOST_PARTS)]
+    outputs = [f"r{i}" for i in range(results)]
+    pointers = [f"from[{i}] = (const Unit*){name};" for i, name in enumerate(inputs)]
+    pointers += [f"into[{i}] = (Unit*){name};" for i, name in enumerate(outputs)]
+    source = SOURCE.replace("POINTERS", " ".join(pointers)).replace("UNIT", unit)
+    return kernel("rows", [*inputs, "plan"], outputs, source)

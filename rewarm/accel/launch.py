@@ -1,0 +1,61 @@
+"""What the CUDA kernels have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+
+log = logging.getLogger("rewarm")
+
+Launch = Callable[..., Sequence[mx.array]]
+
+FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+TOLERANCE = 1e-2
+"""Of the check before first use: products may be TF32, outputs bfloat16."""
+
+
+def is_cuda() -> bool:
+    return mx.default_device() != mx.cpu and mx.cuda.is_available()
+
+
+def kernel(
+    name: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    source: str,
+    header: str = "",
+    **options: Any,
+) -> Launch:
+    """A kernel that MLX compiles when it is first used."""
+    # It keeps what it compiled on disk, too, by name alone: a new source needs a new one.
+    digest = hashlib.sha256((header + source).encode()).hexdigest()[:12]
+    made = mx.fast.cuda_kernel(
+        name=f"rewarm_{name}_{digest}",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        header=header,
+        source=source,
+        **options,
+    )
+    return cast(Launch, made)
+
+
+def agree(otherwise: str, *ways: Callable[[], mx.array]) -> bool:
+    """Whether a kernel, the first way, compiles, runs, and gives what the second does.
+
+    MLX compiles it only when the result is wanted: too late, in a request, to go another way.
+    """
+    try:
+        found, expected = (way().astype(mx.float32) for way in ways)
+        off = float(mx.linalg.norm(found - expected) / mx.linalg.norm(expected))
+        if not off <= TOLERANCE:
+            raise ValueError(f"its result is {off:.1e} off")
+    except (RuntimeError, ValueError) as error:
+        why = " ".join(str(error).split())[:300]  # a compiler's list of errors is long
+        log.warning("%s: the CUDA kernel is no use here: %s", otherwise, why)
+        return False
+    return True

@@ -14,6 +14,10 @@ from mlx import nn
 
 from rewarm.accel import cuda_attention, cuda_convolution, cuda_rows
 from rewarm.accel.cuda_rows import Heads, Part
+from rewarm.cache import PrefixCache
+
+from . import test_zoo, zoo
+from .support import CHUNK, Ran, divergence
 
 on_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
 
@@ -266,3 +270,33 @@ def test_the_kernel_for_rows_is_used() -> None:
 def test_models_run_with_them() -> None:
     assert mx.fast.scaled_dot_product_attention is cuda_attention._attention
     assert nn.Conv1d.__call__ is cuda_convolution._convolution
+
+
+@on_cuda
+@pytest.mark.parametrize(("name", "dim"), [("qwen3", 64), ("qwen3", 128), ("qwen3_5", 256)])
+@pytest.mark.parametrize("reuse", ["exact", "fast"])
+def test_a_hit_changes_no_answer_with_them(
+    name: str, dim: int, reuse: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `test_zoo`, whose models are float32 with heads that the kernel does not take."""
+    launched: list[int] = []
+    launch = cuda_attention._launched
+
+    def counted(*given: Any) -> mx.array:
+        launched.append(given[0].shape[2])
+        return launch(*given)
+
+    monkeypatch.setattr(cuda_attention, "_launched", counted)
+    model = zoo.tiny(name, head_dim=dim)
+    model.set_dtype(mx.bfloat16)
+    cache = PrefixCache(model, memory="64MB", reuse=reuse, chunk=CHUNK)
+
+    def compare(step: str, got: Ran, expected: Ran) -> None:
+        if reuse == "exact":
+            assert np.array_equal(got.logits, expected.logits), step
+        else:
+            assert divergence(expected.logits, got.logits) <= 1e-3, step
+
+    resumed = test_zoo.check(model, cache, compare, decode=0)
+    assert resumed["repeat"] == resumed["first again"] == 149
+    assert launched

@@ -345,9 +345,9 @@ def vocabulary(name: str) -> int:
     return int(ARCHITECTURES[name]["vocab_size"])
 
 
-def tiny(name: str, seed: int = 0) -> nn.Module:
+def tiny(name: str, seed: int = 0, **changes: Any) -> nn.Module:
     """The model of that name. Seeds MLX's generator: the same seed gives the same weights."""
-    config = deepcopy(ARCHITECTURES[name])
+    config = deepcopy(ARCHITECTURES[name]) | changes
     model_class, args_class = _get_classes(config)
     mx.random.seed(seed)
     model = model_class(args_class.from_dict(config))

@@ -338,25 +338,28 @@ class Runner:
 
 
 def rehearse(runner: Runner) -> None:
-    """A prompt, an answer, and a prompt that goes on from it, in a cache of their own.
+    """A prompt and another that goes on from it, answered together, in a cache of their own.
 
     On CUDA MLX compiles most kernels when they are first used, for a second or two each: not while
     somebody waits for an answer.
     """
     cache = PrefixCache(runner.model, memory=REHEARSED_IN, make_cache=runner.cache.blank)
-    alone = Runner(runner.model, cache, runner.vocabulary)
+    alone = Runner(runner.model, cache, runner.vocabulary, runner.costs, runner.batched)
     tokens = np.arange(REHEARSED, dtype=np.int32) * 7919 % runner.vocabulary
+    running: dict[int, Sequence] = {}
     for length in (REHEARSED - APART, REHEARSED):
-        request = Request(tokens[:length], Silent(), max_tokens=3)
-        sequence = Sequence(0, request.tokens, request, max_tokens=request.max_tokens)
+        request = Request(tokens[:length], Silent(), max_tokens=4)
+        sequence = Sequence(length, request.tokens, request, max_tokens=request.max_tokens)
+        running[sequence.id] = sequence
         alone.start(sequence)
         while not alone.prefill(sequence):
             pass
         sequence.give(alone.open(sequence).token)
+        alone.join()
         for step in [*alone.decode().steps, *alone.decode().steps]:
             if not step.given:
-                sequence.give(step.token)
-        alone.leave([sequence])
+                running[step.id].give(step.token)
+    alone.leave(list(running.values()))
 
 
 def alternatives(logprobs: mx.array, token: int, count: int) -> Sampled:

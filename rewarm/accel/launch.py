@@ -31,7 +31,7 @@ def kernel(
     **options: Any,
 ) -> Launch:
     """A kernel that MLX compiles when it is first used."""
-    # It keeps what it compiled on disk, too, by name alone: a new source needs a new one.
+    # MLX knows what it compiled by its name: another source needs another one.
     digest = hashlib.sha256((header + source).encode()).hexdigest()[:12]
     made = mx.fast.cuda_kernel(
         name=f"rewarm_{name}_{digest}",

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from rewarm.accel import cuda, cuda_attention, delta
+from rewarm.accel import cuda, cuda_attention, delta, launch
 
 from .test_delta import Case, Inputs, by_token, distance, inputs, off_metal, outputs, sampled
 
@@ -40,7 +40,7 @@ def on_a_cpu() -> Iterator[None]:
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing was found out about the kernel yet, nor is after the test."""
-    monkeypatch.setattr(cuda, "_refused", [])
+    monkeypatch.setattr(launch, "_said", set())
     cuda.agrees.cache_clear()
     yield
     cuda.agrees.cache_clear()

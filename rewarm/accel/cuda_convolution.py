@@ -95,12 +95,13 @@ def _convolution(self: Any, x: mx.array) -> mx.array:
 
 @functools.cache
 def agrees(dtype: mx.Dtype, taps: int) -> bool:
+    """Whether the kernel gives what MLX's own does for a few tokens."""
     x = mx.random.normal((2, 37, 48), key=mx.random.key(0)).astype(dtype)
     weight = mx.random.normal((48, taps, 1), key=mx.random.key(1)).astype(dtype)
     return agree(
         "depthwise convolutions are left to MLX",
-        lambda: convolution(x, weight),
-        lambda: _convolved(x, weight),
+        lambda: [convolution(x, weight)],
+        lambda: [_convolved(x, weight)],
     )
 
 

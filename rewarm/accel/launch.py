@@ -17,6 +17,8 @@ FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 TOLERANCE = 1e-2
 """Of the check before first use: products may be TF32, outputs bfloat16."""
 
+_said: set[str] = set()
+
 
 def is_cuda() -> bool:
     return mx.default_device() != mx.cpu and mx.cuda.is_available()
@@ -44,18 +46,23 @@ def kernel(
     return cast(Launch, made)
 
 
-def agree(otherwise: str, *ways: Callable[[], mx.array]) -> bool:
-    """Whether a kernel, the first way, compiles, runs, and gives what the second does.
+def agree(
+    otherwise: str, ours: Callable[[], Sequence[mx.array]], theirs: Callable[[], Sequence[mx.array]]
+) -> bool:
+    """Whether a kernel compiles, runs, and gives what MLX's operations do; one line if not.
 
     MLX compiles it only when the result is wanted: too late, in a request, to go another way.
     """
     try:
-        found, expected = (way().astype(mx.float32) for way in ways)
-        off = float(mx.linalg.norm(found - expected) / mx.linalg.norm(expected))
-        if not off <= TOLERANCE:
-            raise ValueError(f"its result is {off:.1e} off")
+        for found, expected in zip(ours(), theirs(), strict=True):
+            found, expected = found.astype(mx.float32), expected.astype(mx.float32)
+            off = float(mx.linalg.norm(found - expected) / mx.linalg.norm(expected))
+            if not off <= TOLERANCE:
+                raise ValueError(f"its result is {off:.1e} off")
     except (RuntimeError, ValueError) as error:
-        why = " ".join(str(error).split())[:300]  # a compiler's list of errors is long
-        log.warning("%s: the CUDA kernel is no use here: %s", otherwise, why)
+        if otherwise not in _said:
+            why = " ".join(str(error).split())[:300]  # a compiler's list of errors is long
+            log.warning("%s: the CUDA kernel is no use here: %s", otherwise, why)
+        _said.add(otherwise)
         return False
     return True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from rewarm.cli import app
 from rewarm.errors import InvalidOption
 
 from .support import prompt
+
+TOOLS = Path(__file__).parent.parent / "tools"
 
 ATTENTION = Profile("attention", 1000, 0, 0, 0, 2e9, 1e5, 0)
 HYBRID = Profile("hybrid", 1000, 0, 0, 200_000, 2e9, 1e5, 0)
@@ -356,3 +360,21 @@ def test_branch_finds_what_earlier_turns_share_over_http(tmp_path: Path) -> None
         got, best = hits[name]
         assert best > 60
         assert got > best - 3
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench_prefill.py --parts models --hybrid hybrid-tiny --attention attention-tiny "
+        "--lengths 64 --stock-lengths 16 --matmul 64 --rounds 1",
+        "bench_hit.py --model hybrid-tiny --length 600 --rounds 1",
+    ],
+)
+def test_the_tools_for_a_gpu_run(command: str) -> None:
+    """They are needed where there is no time to mend them."""
+    tool, *options = command.split()
+    ran = subprocess.run(
+        [sys.executable, str(TOOLS / tool), *options], capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "tiny" in ran.stdout

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +17,7 @@ from mlx import nn
 from rewarm.accel import cuda_attention, cuda_convolution, cuda_rows, launch
 from rewarm.accel.cuda_rows import Heads, Part
 from rewarm.cache import PrefixCache
+from rewarm.cache.payload import Packing, Rows, chained, join
 
 from . import test_zoo, zoo
 from .support import CHUNK, Ran, divergence
@@ -126,6 +129,110 @@ def test_a_kernel_that_cannot_run_is_left_with_one_line(
         assert result.shape == (1, 17, 8)
     else:
         assert result is False
+
+
+@pytest.mark.usefixtures("pretended")
+def test_attention_that_the_kernel_does_not_know_is_left_to_mlx(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[tuple[int, bool]] = []
+    stock = cuda_attention._stock[0]
+
+    def attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool) -> mx.array:
+        launched.append((q.shape[2], causal))
+        return stock(q, k, v, scale=scale, mask="causal" if causal else None)
+
+    monkeypatch.setattr(cuda_attention, "attention", attention)
+    q, k, v = heads(5, 300, 64)
+    attend = cuda_attention._attention
+    attend(q, k, v, scale=0.1, mask="causal")
+    attend(q, k, v, scale=0.1)
+    attend(q[:, :, :1], k, v, scale=0.1)
+    checks = [(37, True), (37, False)]  # before the first of a kind
+    assert launched == [checks[0], (5, True), checks[1], (5, False), (1, True)]
+    launched.clear()
+    attend(q, k, v, scale=0.1, mask="causal", sinks=mx.zeros((4,), q.dtype))
+    attend(q, k, v, scale=0.1, mask=mx.ones((5, 300), mx.bool_))
+    attend(q, k, v, scale=0.1, stream=mx.cpu)
+    attend(q, k, v, scale=-0.1)
+    assert attend(q[:, :, :0], k, v, scale=0.1).shape == (1, 4, 0, 64)
+    for wrong in ((q, k, v[:, :, 1:]), (q, k, v[:, :1]), (mx.concatenate([q, q]), k, v)):
+        assert not cuda_attention.fits(*wrong, None)
+    assert not launched
+
+
+@pytest.mark.parametrize("module", [cuda_attention, cuda_convolution])
+@pytest.mark.usefixtures("pretended")
+def test_they_can_be_switched_off(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARM_ACCEL", "0")
+    assert module.install() is False
+    assert cuda_rows.fits(drawn(1, 2, 3, 4), 5) is False
+
+
+@pytest.fixture
+def concatenated(monkeypatch: pytest.MonkeyPatch, pretended: None) -> list[int]:
+    """The kernel for rows is one concatenation; how many parts each had."""
+    parts: list[int] = []
+
+    def launched(given: Any, results: Any, room: int) -> list[mx.array]:
+        parts.append(len(given))
+        assert len(given) <= cuda_rows.MOST_PARTS
+        assert len(results) <= cuda_rows.MOST_RESULTS
+        whole = mx.concatenate([p.array[:, :, p.start : p.stop] for p in given], axis=2)
+        whole = mx.pad(whole, [(0, 0), (0, 0), (0, room), (0, 0)])
+        return [whole[:, h.first : h.first + h.number] for h in results]
+
+    monkeypatch.setattr(cuda_rows, "_launched", launched)
+    monkeypatch.setattr(cuda_rows, "agrees", lambda kind: True)
+    return parts
+
+
+def packed(counts: list[int], lengths: list[int]) -> tuple[Packing, Rows, list[mx.array]]:
+    """Layers with keys and values of two widths, in segments of these lengths."""
+    layers = [
+        [drawn(1, n, sum(lengths), 8, seed=i), drawn(1, n, sum(lengths), 6, seed=i + 1000)]
+        for i, n in enumerate(counts)
+    ]
+    packing = Packing.of(layers)
+    stops = np.cumsum([0, *lengths]).tolist()
+    spans = [
+        packing.pack([[a[:, :, b:e] for a in layer] for layer in layers], b, e)
+        for b, e in pairwise(stops)
+    ]
+    rows = chained(spans)
+    assert rows is not None
+    return packing, rows, [a for layer in layers for a in layer]
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "launches"),
+    [
+        ([2, 1, 3], [5, 1, 9], [3, 3]),
+        ([1], [2] * 300, [256, 44]),
+        ([1] * 150, [3, 4], [2, 2, 2, 2]),
+    ],
+)
+def test_a_restore_joins_its_rows_by_the_kernel(
+    concatenated: list[int], counts: list[int], lengths: list[int], launches: list[int]
+) -> None:
+    packing, rows, arrays = packed(counts, lengths)
+    wanted = [i for i in range(len(arrays)) if i != 1]
+    found = join(packing, [rows], [(1, sum(lengths))], wanted, room=4)
+    for array, i in zip(found, wanted, strict=True):
+        assert mx.array_equal(array[:, :, :-4], arrays[i][:, :, 1:])
+        assert not array[:, :, -4:].any()
+    assert concatenated == launches
+
+
+def test_rows_that_are_not_as_they_should_be_are_refused() -> None:
+    """By an error, which is a miss. A kernel would read what lies behind them."""
+    packing, rows, _ = packed([2, 2], [6, 6])
+    first, second = rows.segments
+    keys, values = second.arrays
+    for wrong in (keys[:, :3], keys[:, :, :4], keys.astype(mx.float16), values):
+        bad = Rows(packing, (first, replace(second, arrays=(wrong, values))))
+        with pytest.raises(ValueError, match="rows 6 to 12"):
+            join(packing, [bad], [(0, 12)], [0, 2], room=0)
 
 
 @on_cuda

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchKVCache
 
-from rewarm.cache import Boundary, PrefixCache
+from rewarm.cache import Boundary, PrefixCache, restore
+from rewarm.cache.model import context_size
 from rewarm.engine import Engine, Loaded, Request, Sampled, Sampling, runner
 from rewarm.engine import engine as engine_module
 from rewarm.engine.batch import CHECK_STEPS, Batch, decodes_in_batches
@@ -28,7 +31,7 @@ from rewarm.errors import (
 from tests import zoo
 from tests.conftest import SOAK
 from tests.serving import Collected, answer, ask, engine, settled
-from tests.support import Counted, joined, prompt
+from tests.support import Counted, joined, prompt, run
 
 PADDING_HURTS = [
     "nemotron_h",
@@ -714,11 +717,13 @@ def test_on_cuda_a_prompt_is_tried_out_before_anybody_asks(
     """All that a request runs is compiled then, the restore of a hit too; nothing of it stays."""
     monkeypatch.setattr(engine_module, "is_cuda", lambda: True)
     restored: list[int] = []
+    used: weakref.WeakSet[PrefixCache] = weakref.WeakSet()
     built = PrefixCache.acquire
 
     def acquire(cache: PrefixCache, *given: Any, **options: Any) -> Any:
         lease = built(cache, *given, **options)
         restored.append(lease.match.resume)
+        used.add(cache)
         return lease
 
     monkeypatch.setattr(PrefixCache, "acquire", acquire)
@@ -728,34 +733,64 @@ def test_on_cuda_a_prompt_is_tried_out_before_anybody_asks(
         assert restored[1] >= runner.REHEARSED - 2 * runner.APART
         assert server.stats().prefilled_tokens == 0
         assert server.cache.stats().held == 0
+        assert not used
         assert answer(server, prompt(60)).prefilled_tokens == 60
     assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
 
 
+@pytest.mark.parametrize("where", ["__init__", "step", "join"])
 def test_a_rehearsal_that_fails_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def rehearse(_: Runner) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("no compiler")
 
+    rehearse = runner.rehearse
+
+    def rehearsed(given: Runner) -> None:
+        with monkeypatch.context() as during:
+            during.setattr(Batch, where, fail)
+            rehearse(given)
+
     monkeypatch.setattr(engine_module, "is_cuda", lambda: True)
-    monkeypatch.setattr(engine_module, "rehearse", rehearse)
+    monkeypatch.setattr(engine_module, "rehearse", rehearsed)
     with engine(zoo.tiny("llama")) as server:
         assert answer(server, prompt(60)).prefilled_tokens == 60
     assert "no compiler" in caplog.text
 
 
-@pytest.mark.parametrize(("kept", "clears"), [(0, True), (1 << 50, False)])
-def test_free_buffers_stay_where_they_may(
-    kept: int, clears: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("cuda", "free", "clears"), [(0, 1, 1), (1, 9, 0), (1, 101, 1)])
+def test_on_cuda_free_buffers_stay_up_to_a_share(
+    cuda: bool, free: int, clears: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cleared: list[bool] = []
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(True))
-    monkeypatch.setattr(mx, "get_cache_memory", lambda: 1000)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: free)
+    monkeypatch.setattr(runner, "is_cuda", lambda: bool(cuda))
+    monkeypatch.setattr(runner, "device_bytes", lambda: 800)
     model = zoo.tiny("llama")
     alone = Runner(model, PrefixCache(model, memory="64MB"), 100)
-    alone._kept = kept
     alone._computed(runner.CLEAR_AFTER - 1)
     assert not cleared
     alone._computed(1)
-    assert bool(cleared) is clears
+    assert bool(cleared) is bool(clears)
+
+
+def test_on_cuda_a_restored_cache_is_as_long_as_one_that_grew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that it can have the buffer that such a one leaves."""
+    model = zoo.tiny("llama")
+    cache = PrefixCache(model, memory="64MB")
+    run(model, cache, prompt(300))
+    lengths = []
+    for cuda in (True, False):
+        monkeypatch.setattr(restore, "is_cuda", lambda cuda=cuda: cuda)
+        with cache.acquire(joined(prompt(300), prompt(20, seed=1)), room=5) as lease:
+            lengths.append(lease.caches[0].keys.shape[2])
+    assert lengths == [512, 325]
+
+
+def test_a_model_says_how_long_a_sequence_may_be() -> None:
+    assert context_size(SimpleNamespace(args={"n_positions": 1024})) == 1024
+    assert context_size(zoo.tiny("llama")) > 400

@@ -23,7 +23,9 @@ import mlx.nn as nn
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import make_prompt_cache
 
-from rewarm.accel import cuda, delta
+from rewarm import accel
+from rewarm.accel import delta
+from rewarm.accel.launch import is_cuda
 from rewarm.bench.archs import build, config, parameters
 from rewarm.bench.models import dtype
 from rewarm.bench.profiles import profile
@@ -264,10 +266,9 @@ def main() -> None:
         [int(x) for x in given.split(",")] for given in (options.lengths, options.stock_lengths)
     )
     bench = Bench(options.seconds, options.rounds, options.json)
-    delta.install()
+    accel.install()
     roof = matmul_rate(bench, options.matmul)
-    kernel = cuda._is_cuda()
-    bench.add(part="roof", device=str(mx.default_device()), kernel=kernel, tflops=roof / 1e12)
+    bench.add(part="roof", device=str(mx.default_device()), kernel=is_cuda(), tflops=roof / 1e12)
     parts = options.parts.split(",")
     if "rule" in parts:
         rule(bench, hybrid, lengths, stock)
@@ -276,8 +277,6 @@ def main() -> None:
     if "models" in parts:
         order = [x for pair in zip(hybrid, attention, strict=False) for x in pair]
         whole(bench, order, lengths, stock, roof)
-    if cuda._refused:
-        print("the kernel was refused", file=sys.stderr)
     if bench.is_over():
         print(f"{options.seconds:g} s are over: not all was measured", file=sys.stderr)
 

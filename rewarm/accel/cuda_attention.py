@@ -399,7 +399,8 @@ def _attention(
     sinks: mx.array | None = None,
     **options: Any,
 ) -> mx.array:
-    if not (sinks is None and not options and fits(q, k, v, mask) and is_cuda()):
+    plain = sinks is None and not options and scale > 0
+    if not (plain and is_cuda() and fits(q, k, v, mask)):
         return _stock[0](q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
     causal = mask is not None or q.shape[2] == 1  # which are the same for the last one
     if not agrees(Kind(q.dtype, q.shape[-1], causal)):
@@ -413,7 +414,9 @@ def fits(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> 
     known = (
         (mask is None or (isinstance(mask, str) and mask == "causal"))
         and dim in HEAD_DIMS
-        and dim == k.shape[-1] == v.shape[-1]
+        and k.shape == v.shape
+        and (q.shape[0], dim) == (k.shape[0], k.shape[-1])
+        and q.size > 0
         and q.dtype in (mx.bfloat16, mx.float16)
         and q.dtype == k.dtype == v.dtype
         and q.shape[1] % k.shape[1] == 0

@@ -83,7 +83,7 @@ def vocabulary_size(model: Any) -> int | None:
 
 def context_size(model: Any) -> int:
     """The longest sequence that a model was made for, by its arguments."""
-    found = _argument(model, "max_position_embeddings")
+    found = _argument(model, "max_position_embeddings") or _argument(model, "n_positions")
     return found or 1 << 31
 
 

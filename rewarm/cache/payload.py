@@ -23,7 +23,8 @@ from .pages import available, unfilled
 
 SEGMENT, GPU_SEGMENT = 512, 2048
 """Tokens in one packed array at most: a split copies one segment, never the whole node. On a GPU a
-copy's bytes cost little beside its launch, and a restore has one for each segment and layer."""
+copy's bytes cost little beside its launch, and on Metal a restore has one for each segment and
+layer."""
 
 WORTH_A_THREAD = 1 << 20
 """Bytes from which arrays are joined by several threads."""
@@ -91,6 +92,12 @@ class Packing:
                 groups.setdefault((shape.width, shape.dtype), []).append(i)
         return list(groups.values())
 
+    @cached_property
+    def packed(self) -> list[RowShape]:
+        """What the stacked arrays are, group by group."""
+        groups = ([self.shapes[i] for i in group] for group in self.groups)
+        return [RowShape(sum(s.heads for s in g), g[0].width, g[0].dtype) for g in groups]
+
     def nbytes(self, tokens: int) -> int:
         """The bytes that this many tokens will take once packed."""
         if not tokens:
@@ -125,6 +132,15 @@ class Segment:
     start: int
     stop: int
     arrays: tuple[mx.array, ...]
+
+    def check(self, packing: Packing) -> None:
+        """Raises where its arrays are not what the packing says: nothing after this looks."""
+        tokens = self.stop - self.start
+        for array, (heads, width, dtype) in zip(self.arrays, packing.packed, strict=True):
+            if array.shape != (1, heads, tokens, width) or array.dtype != dtype:
+                raise ValueError(
+                    f"rows {self.start} to {self.stop} have the form {array.shape} of {array.dtype}"
+                )
 
     def cut(self, start: int, stop: int) -> Segment:
         a, b = start - self.start, stop - self.start
@@ -191,6 +207,8 @@ def join(
 ) -> list[mx.array]:
     """The `wanted` arrays over the given spans, each one fresh, with room for more tokens."""
     parts = _parts(pieces, spans)
+    for segment, _, _ in parts:
+        segment.check(packing)
     tokens = sum(stop - start for start, stop in spans)
     places = {
         i: (g, sum(packing.shapes[j].heads for j in group[: group.index(i)]))

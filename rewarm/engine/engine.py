@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import math
@@ -293,6 +294,7 @@ class Engine:
                 rehearse(runner)
             except Exception:
                 log.exception("a first prompt could not be tried out; the first ones will be slow")
+            gc.collect()  # a cache is a circle of references, and memory is measured next
         room = self.options.room or auto_size()
         self._loop = Loop(runner, Scheduler(self.options.max_batch, room))
         self._loaded = loaded

@@ -17,6 +17,7 @@ from rewarm.cache import Lease, PrefixCache
 from rewarm.cache.lease import Match
 from rewarm.cache.memory import device_bytes
 from rewarm.cache.miss import Miss
+from rewarm.cache.model import context_size
 from rewarm.cache.placement import Boundary, Kind
 from rewarm.cache.tree import Tokens
 
@@ -30,12 +31,17 @@ CLEAR_AFTER = 2048
 """Positions computed between two times that MLX gives free buffers back."""
 
 CUDA_KEEPS = 1 / 8
-"""Of a CUDA GPU's memory: there free buffers stay, since new ones are slow to come by and nobody
-else wants the memory. Where it gets short, MLX gives them back by itself."""
+"""Of a CUDA GPU's memory that free buffers may take: new ones take longer than what is done with
+them. Where this process needs it for something else, MLX gives them back by itself."""
 
-REHEARSED, APART = 400, 40
+REHEARSED = 400
+"""Tokens of a rehearsal."""
+APART = 40
+"""Tokens that its second prompt has more than its first."""
+MOST_REHEARSED = 8
+"""Tokens of an answer in it, and more than there are."""
 REHEARSED_IN = "4GB"
-"""Tokens of a rehearsal, those that its second prompt has more, and the memory it may take."""
+"""The memory that it may take."""
 
 MOST_ROOM = 4096
 """Tokens of an answer that a restored cache has room for; a longer one grows by copying."""
@@ -345,20 +351,26 @@ def rehearse(runner: Runner) -> None:
     """
     cache = PrefixCache(runner.model, memory=REHEARSED_IN, make_cache=runner.cache.blank)
     alone = Runner(runner.model, cache, runner.vocabulary, runner.costs, runner.batched)
-    tokens = np.arange(REHEARSED, dtype=np.int32) * 7919 % runner.vocabulary
+    longest = min(REHEARSED, context_size(runner.model) - MOST_REHEARSED)
+    tokens = np.arange(longest, dtype=np.int32) * 7919 % runner.vocabulary
     running: dict[int, Sequence] = {}
-    for length in (REHEARSED - APART, REHEARSED):
-        request = Request(tokens[:length], Silent(), max_tokens=4)
+    for length in (longest - APART, longest):
+        request = Request(tokens[:length], Silent(), max_tokens=MOST_REHEARSED)
         sequence = Sequence(length, request.tokens, request, max_tokens=request.max_tokens)
         running[sequence.id] = sequence
         alone.start(sequence)
         while not alone.prefill(sequence):
             pass
         sequence.give(alone.open(sequence).token)
-        alone.join()
-        for step in [*alone.decode().steps, *alone.decode().steps]:
-            if not step.given:
-                running[step.id].give(step.token)
+        failed = alone.join()
+        for _ in range(2):
+            steps, more = alone.decode()
+            failed += more
+            for step in steps:
+                if not step.given:
+                    running[step.id].give(step.token)
+        if failed:
+            raise failed[0].error
     alone.leave(list(running.values()))
 
 

@@ -161,9 +161,13 @@ def prefix(
     context: typer.Context,
     model: Model = "pocket",
     peer: Peer = None,
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, with commas.")] = (
-        "2000,20000"
-    ),
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompt lengths in tokens, with commas. "
+            "Without it 2000 and 20000, on a GPU 100000 too, as far as the context reaches."
+        ),
+    ] = None,
     http: Annotated[bool, typer.Option(help="Over HTTP as well.")] = True,
     rounds: Rounds = 3,
     json: Json = None,
@@ -172,7 +176,7 @@ def prefix(
     """A prompt cold, one that goes on from it, and one that leaves it near its end."""
     from rewarm.bench import prefix
 
-    wanted = prefix.lengths(lengths)
+    wanted = prefix.lengths(lengths) if lengths is not None else None
     _run(context, lambda b: prefix.prefix(b, wanted, http))
 
 

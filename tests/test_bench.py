@@ -7,8 +7,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 from rewarm.bench.client import Answered, hit, shown
 from rewarm.bench.figures import Spread, amplification, common, ratios, trie_size
 from rewarm.bench.policies import budgets
+from rewarm.bench.prefix import usual
 from rewarm.bench.profiles import Profile, profile
 from rewarm.bench.report import write
 from rewarm.bench.result import Plot, Result
@@ -360,6 +363,26 @@ def test_branch_finds_what_earlier_turns_share_over_http(tmp_path: Path) -> None
         got, best = hits[name]
         assert best > 60
         assert got > best - 3
+
+
+@pytest.mark.parametrize(
+    ("device", "context", "found"),
+    [
+        ("cpu", 1 << 31, [2000, 20_000]),
+        ("gpu", 1 << 31, [2000, 20_000, 100_000]),
+        ("gpu", 32_768, [2000, 20_000]),
+        ("cpu", 16_384, [2000]),
+        ("cpu", 1000, [500]),
+    ],
+)
+def test_prefix_measures_what_the_context_has_room_for(
+    device: str, context: int, found: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: getattr(mx, device))
+    result = Result("prefix", "pocket", "", {})
+    bench = SimpleNamespace(result=result)
+    assert usual(cast(Any, bench), context) == found
+    assert bool(result.figures) is (context < 1 << 31)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,15 @@ def test_attention_that_the_kernel_does_not_know_is_left_to_mlx(
 def test_they_can_be_switched_off(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARM_ACCEL", "0")
     assert module.install() is False
-    assert cuda_rows.fits(drawn(1, 2, 3, 4), 5) is False
+
+
+def test_rows_are_joined_part_by_part_where_it_is_off(
+    concatenated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = drawn(1, 2, 3, 4)
+    assert cuda_rows.fits(rows, 5)
+    monkeypatch.setenv("REWARM_ACCEL", "0")
+    assert not cuda_rows.fits(rows, 5)
 
 
 @pytest.fixture

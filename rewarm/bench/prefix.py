@@ -28,6 +28,12 @@ from .sides import Side
 TAIL = 64
 """Tokens in which a prompt differs from its neighbour, at its end."""
 
+USUAL = (2000, 20_000, 100_000)
+"""Lengths, the last one for GPUs."""
+
+ANSWERED = 1024
+"""Tokens that a prompt has beside its length over HTTP, and more."""
+
 PLOT = "Time to the first token by length"
 
 RESTORES = 5
@@ -44,7 +50,17 @@ def lengths(text: str) -> list[int]:
     return found
 
 
-def prefix(bench: Bench, lengths: list[int], http: bool) -> None:
+def usual(bench: Bench, context: int) -> list[int]:
+    """The lengths that are measured where none are given."""
+    wanted = list(USUAL) if mx.default_device() != mx.cpu else list(USUAL[:-1])
+    fitting = [n for n in wanted if n + ANSWERED <= context]
+    if fitting != wanted:
+        left = " and ".join(f"{n:,}" for n in wanted if n not in fitting)
+        bench.result.figures[f"left out, since the context is {context:,}"] = f"{left} tokens"
+    return fitting or [context // 2]
+
+
+def prefix(bench: Bench, lengths: list[int] | None, http: bool) -> None:
     sheet = bench.result.sheet(
         "from tokens",
         *("tokens", "what", "TTFT ms", "faster", "cached", "replayed"),
@@ -54,37 +70,46 @@ def prefix(bench: Bench, lengths: list[int], http: bool) -> None:
         "restore, beside one copy of its bytes: the least (the median)",
         *("tokens", "MB", "restore ms", "one copy ms", "into memory at hand", "times one copy"),
     )
-    with (
-        engine(bench.place) as running,
-        bench.steps("prompts", len(lengths) * bench.rounds) as step,
-    ):
-        vocabulary = len(bench.tokenizer)
-        for length in lengths:
-            rounds: dict[str, list[Report]] = {"cold": [], "exact": [], "nearest": []}
-            restores = _Restores()
-            with (
-                bench.ending(partial(_rows, bench, sheet, length, rounds)),
-                bench.ending(partial(restores.row, speed, length)),
-            ):
-                for _ in range(bench.rounds):
-                    draw = np.random.default_rng(bench.draw.randrange(1 << 30))
-                    tokens = draw.integers(10, vocabulary - 10, length + TAIL, dtype=np.int32)
-                    tail = draw.integers(10, vocabulary - 10, TAIL, dtype=np.int32)
-                    prompts = {
-                        "cold": tokens[:length],
-                        "exact": tokens,
-                        "nearest": np.concatenate([tokens[: length - TAIL], tail]),
-                    }
-                    turn = [Boundary(length - TAIL, "turn")]
-                    for name, prompt in prompts.items():
-                        rounds[name].append(_ask(running, prompt, turn))
-                    for _ in range(RESTORES):
-                        restores.take(running, tokens, turn)
-                    running.cache.clear()
-                    gc.collect()
-                    step()
+    with engine(bench.place) as running:
+        lengths = lengths or usual(bench, running.context)
+        with bench.steps("prompts", len(lengths) * bench.rounds) as step:
+            for length in lengths:
+                rounds: dict[str, list[Report]] = {"cold": [], "exact": [], "nearest": []}
+                restores = _Restores()
+                with (
+                    bench.ending(partial(_rows, bench, sheet, length, rounds)),
+                    bench.ending(partial(restores.row, speed, length)),
+                ):
+                    for _ in range(bench.rounds):
+                        _round(bench, running, length, rounds, restores)
+                        step()
     if http:
         _over_http(bench, lengths)
+
+
+def _round(
+    bench: Bench,
+    running: Engine,
+    length: int,
+    rounds: dict[str, list[Report]],
+    restores: _Restores,
+) -> None:
+    vocabulary = len(bench.tokenizer)
+    draw = np.random.default_rng(bench.draw.randrange(1 << 30))
+    tokens = draw.integers(10, vocabulary - 10, length + TAIL, dtype=np.int32)
+    tail = draw.integers(10, vocabulary - 10, TAIL, dtype=np.int32)
+    prompts = {
+        "cold": tokens[:length],
+        "exact": tokens,
+        "nearest": np.concatenate([tokens[: length - TAIL], tail]),
+    }
+    turn = [Boundary(length - TAIL, "turn")]
+    for name, prompt in prompts.items():
+        rounds[name].append(_ask(running, prompt, turn))
+    for _ in range(RESTORES):
+        restores.take(running, tokens, turn)
+    running.cache.clear()
+    gc.collect()
 
 
 class Waiting:
@@ -181,10 +206,11 @@ class _Restores:
         # Eight bytes to a number: MLX counts the numbers of an array in 32 bits.
         array = mx.ones(max(self.nbytes // 8, 1), mx.int64)
         mx.eval(array)
+        at_hand = _at_hand(array)
         for _ in range(3):
+            self.copies.append(_ms(at_hand))
             mx.clear_cache()
             self.fresh.append(_ms(lambda: mx.eval(detached([array], 0))))
-            self.copies.append(_at_hand(array))
 
     def row(self, sheet: Sheet, length: int) -> None:
         if self.took:
@@ -200,14 +226,13 @@ class _Restores:
             )
 
 
-def _at_hand(array: mx.array) -> float:
-    """A copy into memory that was just freed: on a GPU MLX keeps it, on a CPU we do."""
+def _at_hand(array: mx.array) -> Callable[[], object]:
+    """A copy into memory that was there before: on a GPU MLX keeps it, on a CPU it is ours."""
     if mx.default_device() != mx.cpu:
-        return _ms(lambda: mx.eval(detached([array], 0)))
-    source = np.asarray(array)
-    into = np.zeros_like(source)
-    into += 1  # zeros are no memory before they are written to
-    return _ms(lambda: np.copyto(into, source))
+        return lambda: mx.eval(detached([array], 0))
+    source = np.array(array)
+    into = np.ones_like(source)
+    return lambda: np.copyto(into, source)
 
 
 def _ms(do: Callable[[], object]) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -91,6 +92,15 @@ class Packing:
             if shape.width and shape.heads:
                 groups.setdefault((shape.width, shape.dtype), []).append(i)
         return list(groups.values())
+
+    @cached_property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Where an array lies: its group, and its first head in it."""
+        found: dict[int, tuple[int, int]] = {}
+        for g, group in enumerate(self.groups):
+            heads = accumulate((self.shapes[i].heads for i in group), initial=0)
+            found |= {i: (g, head) for i, head in zip(group, heads, strict=False)}
+        return found
 
     @cached_property
     def packed(self) -> list[RowShape]:
@@ -210,17 +220,12 @@ def join(
     for segment, _, _ in parts:
         segment.check(packing)
     tokens = sum(stop - start for start, stop in spans)
-    places = {
-        i: (g, sum(packing.shapes[j].heads for j in group[: group.index(i)]))
-        for g, group in enumerate(packing.groups)
-        for i in group
-    }
 
     def joined(i: int) -> mx.array:
         heads, width, dtype = packing.shapes[i]
-        if i not in places:
+        if i not in packing.places:
             return mx.zeros((1, heads, tokens + room, width), dtype)
-        group, head = places[i]
+        group, head = packing.places[i]
         found = [s.arrays[group][:, head : head + heads, a:b] for s, a, b in parts]
         if room:
             found.append(mx.zeros((1, heads, room, width), dtype))
@@ -231,7 +236,7 @@ def join(
         its = [i for i in group if i in wanted]
         if its and parts and cuda_rows.fits(parts[0].segment.arrays[g], len(its)):
             rows = [cuda_rows.Part(s.arrays[g], a, b) for s, a, b in parts]
-            heads = [cuda_rows.Heads(places[i][1], packing.shapes[i].heads) for i in its]
+            heads = [cuda_rows.Heads(packing.places[i][1], packing.shapes[i].heads) for i in its]
             made.update(zip(its, cuda_rows.joined(rows, heads, room), strict=True))
 
     size = sum(s.heads * s.width * s.dtype.size for s in (packing.shapes[i] for i in wanted))
@@ -242,8 +247,8 @@ def join(
         heads, width, dtype = packing.shapes[i]
         array = unfilled(1, heads, tokens + room, width * dtype.size)
         into, at = np.asarray(array), 0
-        for s, a, b in parts if i in places else ():
-            group, head = places[i]
+        for s, a, b in parts if i in packing.places else ():
+            group, head = packing.places[i]
             rows = s.arrays[group]
             if dtype == mx.bfloat16:  # which numpy does not have
                 rows = rows.view(mx.uint16)

@@ -1,7 +1,7 @@
 """Attention of some queries to many keys in a CUDA kernel (docs/accel.md).
 
 MLX leaves it to cuDNN, which plans anew for every number of queries and keys that it has not seen,
-65 ms each: every prompt that goes on from a cached one is such a case. Heads that cuDNN does not
+40 ms or more: every prompt that goes on from a cached one is such a case. Heads that cuDNN does not
 take go through products of odd sizes, which are slow. And few queries leave most of a GPU idle, so
 here the keys are shared out among its processors, too.
 """
@@ -28,6 +28,7 @@ BLOCKS = 264
 """That keep a large GPU at work."""
 LEAST_KEYS = 128
 """That are worth a block."""
+
 _stock: list[Callable[..., mx.array]] = []
 
 HEADER = """

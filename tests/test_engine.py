@@ -133,6 +133,18 @@ def test_an_answer_of_one_token_is_stored_as_far_as_it_was_computed(name: str) -
         assert answer(fresh, longer).tokens == continued.tokens
 
 
+def test_the_parts_of_the_wait_for_a_first_token_add_up_to_it() -> None:
+    head = prompt(300)
+    with engine(zoo.tiny("qwen3_5")) as server:
+        answer(server, head)
+        report = answer(server, joined(head, prompt(9, seed=1))).report
+    assert report is not None
+    assert report.restore_ms > 0
+    parts = (report.queued_ms, report.match_ms, report.restore_ms, report.prefill_ms)
+    assert min(parts) >= 0
+    assert sum(parts) == pytest.approx(report.ttft_ms)
+
+
 def test_no_wait_and_no_hit_crosses_two_salts() -> None:
     both = prompt(300)
     with engine(zoo.tiny("qwen3_5")) as server:

@@ -58,7 +58,7 @@ class Report:
     match_ms: float
     restore_ms: float
     prefill_ms: float
-    """From the start of the prefill to the first token, with what the engine did in between."""
+    """From the end of the restore to the first token, with what the engine did in between."""
     ttft_ms: float
     """From `submit` to the first token."""
     restored_bytes: int = 0

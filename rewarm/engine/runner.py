@@ -102,6 +102,7 @@ class Sequence:
         started = self.started or now
         match = self.match or Match(len(self.prompt))
         computed = match.tokens if self.admitted else max(self.position, match.resume)
+        ran_ms = ((self.first_token or now) - started) * 1e3
         return Report(
             match=match,
             resumed_at=self.resumed_at,
@@ -109,7 +110,7 @@ class Sequence:
             queued_ms=(started - self.submitted) * 1e3,
             match_ms=self.match_ms,
             restore_ms=self.restore_ms,
-            prefill_ms=((self.first_token or now) - started) * 1e3,
+            prefill_ms=max(ran_ms - self.match_ms - self.restore_ms, 0.0),
             ttft_ms=((self.first_token or now) - self.submitted) * 1e3,
             restored_bytes=self.restored_bytes,
             miss=self.miss,

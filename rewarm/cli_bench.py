@@ -168,6 +168,7 @@ def prefix(
             "Without it 2000 and 20000, on a GPU 100000 too, as far as the context reaches."
         ),
     ] = None,
+    answer: Answer = 2,
     http: Annotated[bool, typer.Option(help="Over HTTP as well.")] = True,
     rounds: Rounds = 3,
     json: Json = None,
@@ -177,13 +178,14 @@ def prefix(
     from rewarm.bench import prefix
 
     wanted = prefix.lengths(lengths) if lengths is not None else None
-    _run(context, lambda b: prefix.prefix(b, wanted, http))
+    _run(context, lambda b: prefix.prefix(b, wanted, answer, http))
 
 
 @bench_app.command()
 def memory(
     context: typer.Context,
     model: Model = "pocket",
+    peer: Peer = None,
     conversations: Annotated[int, typer.Option(min=1, help="At the same time.")] = 4,
     turns: Turns = 10,
     answer: Answer = 32,
@@ -200,11 +202,13 @@ def memory(
 def overhead(
     context: typer.Context,
     model: Model = "pocket",
+    peer: Peer = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens of the long message.")] = 4000,
     messages: Annotated[int, typer.Option(min=2, help="Messages of the history.")] = 200,
     answer: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
     rounds: Rounds = 5,
     json: Json = None,
+    plot: SvgFile = None,
 ) -> None:
     """What the cache costs where it brings nothing: cold, and in decoding, against mlx-lm."""
     from rewarm.bench import inside
@@ -227,7 +231,7 @@ def _run(context: typer.Context, scenario: Callable[[Bench], None]) -> None:
         peer=given.get("peer"),
         rounds=given.get("rounds", 1),
         json=given["json"],
-        plot=given.get("plot"),
+        plot=given["plot"],
     )
     if not result.complete:
         raise typer.Exit(INTERRUPTED)

@@ -87,11 +87,19 @@ def test_a_port_that_is_taken_is_named() -> None:
     assert "Traceback" not in done.stderr
 
 
+# `python -m rewarm`, which says at its end how many objects the collector leaves alone.
+COUNTED = """
+import atexit, gc, runpy
+atexit.register(lambda: print(f"{gc.get_freeze_count()} objects frozen"))
+runpy.run_module("rewarm", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_serve_gives_a_page_and_a_line_to_paste(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rewarm", "serve", "--port", "0"], stderr=out, stdout=out
+            [sys.executable, "-c", COUNTED, "serve", "--port", "0"], stderr=out, stdout=out
         )
         try:
             while "line to paste" not in log.read_text():
@@ -116,6 +124,9 @@ def test_serve_gives_a_page_and_a_line_to_paste(tmp_path: Path) -> None:
             os.kill(process.pid, signal.SIGINT)
         assert process.wait(30) == 0
     assert len([line for line in log.read_text().splitlines() if "200 chat" in line]) <= 1
+    frozen = re.search(r"(\d+) objects frozen", log.read_text())
+    assert frozen is not None
+    assert int(frozen[1]) > 100_000, "a collection looks at all that was loaded, again and again"
 
 
 @pytest.mark.parametrize(

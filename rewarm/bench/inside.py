@@ -1,9 +1,11 @@
-"""Scenarios that run in this process: memory and overhead."""
+"""Scenarios that run in this process, with a peer's server beside it: memory and overhead."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,19 +15,23 @@ import rewarm
 from rewarm.cache import PrefixCache
 from rewarm.session import Session
 
-from .bench import NO_WARM, Bench, Messages, user
+from .bench import NO_WARM, Bench, Messages, in_turns, user
+from .client import Answered
 from .figures import Spread, ratios, trie_size
-from .result import Sheet
+from .result import Plot, Sheet
+from .sides import Side, other
 
 
 def memory(bench: Bench, conversations: int, turns: int, answer: int) -> None:
-    """Bytes for each distinct token as conversations grow over one system prompt."""
+    """Bytes for each distinct token as conversations grow over one system prompt. A peer is sent
+    the same prompts, with our answers in them."""
     sheet = bench.result.sheet(
         f"{conversations} conversations over one system prompt",
         *("turn", "distinct tokens", "held MB", "bytes a token", "rows alone", "checkpoints"),
+        *(["peer's MB"] if bench.peer else []),
     )
     plot = bench.result.plot("Bytes a distinct token", "turn", "KB")
-    with bench.steps("turns", conversations * turns) as step:
+    with _peer(bench) as peer, bench.steps("turns", conversations * turns) as step:
         model, tokenizer = rewarm.load(bench.place)
         session = Session(model, tokenizer)
         system = {"role": "system", "content": bench.text(300)}
@@ -35,6 +41,8 @@ def memory(bench: Bench, conversations: int, turns: int, answer: int) -> None:
             for chat in chats:
                 chat.append({"role": "user", "content": bench.text(30)})
                 reply = session.chat(chat, max_tokens=answer)
+                if peer is not None:
+                    peer.ask(chat, answer)
                 held.append([*bench.tokens(chat), *reply.tokens])
                 chat.append({"role": "assistant", "content": reply.text})
                 step()
@@ -53,7 +61,27 @@ def memory(bench: Bench, conversations: int, turns: int, answer: int) -> None:
                 f"{each:,.0f}",
                 f"{(kinds['rows'] + kinds['window']) / distinct:,.0f}",
                 f"{kinds['checkpoint'] / max(stats.held, 1):.0%}",
+                *([_peers_bytes(peer, plot, turn + 1, distinct)] if peer is not None else []),
             )
+
+
+@contextmanager
+def _peer(bench: Bench) -> Iterator[Side | None]:
+    if bench.peer is None:
+        yield None
+        return
+    with other(bench.peer, bench.place) as side:
+        with bench.steps(f"starting {side.name}", 1):
+            side.wake(bench.place)
+        yield side
+
+
+def _peers_bytes(peer: Side, plot: Plot, turn: int, distinct: int) -> str:
+    held = peer.held()
+    if held is None:
+        return "-"
+    plot.add(peer.name, turn, held / distinct / 1e3)
+    return f"{held / 1e6:.2f}"
 
 
 class Run(NamedTuple):
@@ -70,33 +98,53 @@ class Pair(NamedTuple):
     theirs: Run
 
 
+class OverHttp(NamedTuple):
+    """What one server answered, by the kind of prompt, round by round."""
+
+    side: Side
+    replies: dict[str, list[Answered]]
+
+
 def overhead(bench: Bench, length: int, messages: int, answer: int) -> None:
-    """Cold prompts and decoding, against plain mlx-lm without any cache, in turns."""
+    """Cold prompts and decoding, against plain mlx-lm without any cache, in turns; then the same
+    over HTTP."""
     sheet = bench.result.sheet(
         "against mlx-lm without a cache", "what", "rewarm", "mlx-lm", "rewarm / mlx-lm"
     )
-    pairs: dict[str, list[Pair]] = {f"one message of {length:,}": [], f"{messages} messages": []}
-    over: list[float] = []
+    plot = bench.result.plot(f"Time to the first token of {length:,}, cold", "round", "s")
+    prompts: dict[str, Callable[[], Messages]] = {
+        f"one message of {length:,}": lambda: [user(bench.text(length))],
+        f"{messages} messages": lambda: _history(bench, messages, max(length // messages - 6, 4)),
+    }
+    pairs: dict[str, list[Pair]] = {name: [] for name in prompts}
     with (
-        bench.ending(lambda: _overhead_rows(sheet, pairs, over)),
-        bench.steps("rounds", 2 * bench.rounds + 1) as step,
+        bench.ending(partial(_overhead_rows, sheet, plot, pairs)),
+        bench.steps("rounds", bench.rounds + 1) as step,
     ):
         model, tokenizer = rewarm.load(bench.place)
         for i in range(bench.rounds + 1):  # the first one warms up
-            long = [user(bench.text(length))]
-            history = _history(bench, messages, max(length // messages - 6, 4))
-            for name, chat in zip(pairs, (long, history), strict=True):
+            for name, prompt in prompts.items():
+                chat = prompt()
                 ours = _session_run(model, tokenizer, chat, answer) if i % 2 else None
                 theirs = _plain_run(model, tokenizer, chat, answer)
                 ours = ours or _session_run(model, tokenizer, chat, answer)
                 if i:
                     pairs[name].append(Pair(ours, theirs))
             step()
-        with bench.sides(NO_WARM) as sides:
-            for _ in range(bench.rounds):
-                reply = sides[0].ask([user(bench.text(20))], answer)
-                over.append((reply.times[-1] - reply.times[0]) / max(reply.tokens - 1, 1))
-                step()
+    over = bench.result.sheet("over HTTP", "what", "side", "s", "times rewarm's")
+    with bench.sides(NO_WARM) as sides:
+        got = [OverHttp(side, {name: [] for name in prompts}) for side in sides]
+        with (
+            bench.ending(partial(_http_rows, over, got)),
+            bench.steps("rounds over HTTP", bench.rounds * len(sides)) as step,
+        ):
+            for i in range(bench.rounds):
+                chats = {name: prompt() for name, prompt in prompts.items()}
+                for each in in_turns(got, i):
+                    for name, chat in chats.items():
+                        each.replies[name].append(each.side.ask(chat, answer))
+                    each.side.clear()
+                    step()
 
 
 def _history(bench: Bench, messages: int, tokens: int) -> Messages:
@@ -107,7 +155,7 @@ def _history(bench: Bench, messages: int, tokens: int) -> Messages:
     return [*said, user(bench.text(10))]
 
 
-def _overhead_rows(sheet: Sheet, pairs: dict[str, list[Pair]], over: list[float]) -> None:
+def _overhead_rows(sheet: Sheet, plot: Plot, pairs: dict[str, list[Pair]]) -> None:
     for name, found in pairs.items():
         if found:
             ours, theirs = [p.ours for p in found], [p.theirs for p in found]
@@ -116,11 +164,33 @@ def _overhead_rows(sheet: Sheet, pairs: dict[str, list[Pair]], over: list[float]
     one = next(iter(pairs.values()))
     if one:
         _row(sheet, "s a token", [p.ours.each for p in one], [p.theirs.each for p in one])
-    if over:
-        inside = Spread.of(p.ours.each for p in one).median
-        sheet.add(
-            "s a token over HTTP", f"{Spread.of(over).median:.5f}", f"{inside:.5f} (in process)", ""
-        )
+    for i, pair in enumerate(one):
+        plot.add("rewarm", i + 1, pair.ours.ttft)
+        plot.add("mlx-lm", i + 1, pair.theirs.ttft)
+
+
+def _http_rows(sheet: Sheet, got: list[OverHttp]) -> None:
+    long, *others = got[0].replies
+    parts: dict[str, Callable[[OverHttp], list[float]]] = {
+        f"TTFT, {name}": partial(_ttfts, name) for name in (long, *others)
+    }
+    parts["a token"] = lambda over: [_each(reply) for reply in over.replies[long]]
+    for what, values in parts.items():
+        ours = values(got[0])
+        for over in got:
+            found = values(over)
+            if found:
+                times = "" if over is got[0] else ratios(ours, found)
+                sheet.add(what, over.side.name, f"{Spread.of(found).median:.4f}", times)
+
+
+def _ttfts(prompt: str, over: OverHttp) -> list[float]:
+    return [reply.ttft for reply in over.replies[prompt]]
+
+
+def _each(reply: Answered) -> float:
+    """Seconds a token, after the first."""
+    return (reply.times[-1] - reply.times[0]) / max(reply.tokens - 1, 1)
 
 
 def _session_run(model: Any, tokenizer: Any, chat: Messages, answer: int) -> Run:

@@ -83,15 +83,15 @@ def compare(bench: Bench, wanted: Wanted) -> None:
             hits.add(name, budget / 1e9, 100 * outcome.hit_rate)
             work.add(name, budget / 1e9, outcome.amplification)
 
-    with bench.steps("replaying", len(wanted.budgets) * len(wanted.policies)) as step:
+    replays = len(wanted.budgets) * len(wanted.policies)
+    with bench.steps("replaying", replays * len(trace.requests)) as step:
         for budget in wanted.budgets:
             outcomes: dict[str, Outcome] = {}
             with bench.ending(partial(rows, budget, outcomes)):
                 for policy in wanted.policies:
                     outcomes[policy] = replay(
-                        trace, wanted.profile, budget, policy, trie_tokens=trie
+                        *(trace, wanted.profile, budget, policy), trie_tokens=trie, on_request=step
                     )
-                    step()
 
 
 def gap_closed(outcomes: dict[str, Outcome]) -> str:

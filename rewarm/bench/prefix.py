@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -60,10 +60,17 @@ def usual(bench: Bench, context: int) -> list[int]:
     return fitting or [context // 2]
 
 
-def prefix(bench: Bench, lengths: list[int] | None, http: bool) -> None:
+class Asked(NamedTuple):
+    """A request, and until its whole answer was there."""
+
+    report: Report
+    total_ms: float
+
+
+def prefix(bench: Bench, lengths: list[int] | None, answer: int, http: bool) -> None:
     sheet = bench.result.sheet(
         "from tokens",
-        *("tokens", "what", "TTFT ms", "faster", "cached", "replayed"),
+        *("tokens", "what", "TTFT ms", "faster", "total ms", "cached", "replayed"),
         *("lookup ms", "restore ms", "prefill ms"),
     )
     speed = bench.result.sheet(
@@ -74,24 +81,25 @@ def prefix(bench: Bench, lengths: list[int] | None, http: bool) -> None:
         lengths = lengths or usual(bench, running.context)
         with bench.steps("prompts", len(lengths) * bench.rounds) as step:
             for length in lengths:
-                rounds: dict[str, list[Report]] = {"cold": [], "exact": [], "nearest": []}
+                rounds: dict[str, list[Asked]] = {"cold": [], "exact": [], "nearest": []}
                 restores = _Restores()
                 with (
                     bench.ending(partial(_rows, bench, sheet, length, rounds)),
                     bench.ending(partial(restores.row, speed, length)),
                 ):
                     for _ in range(bench.rounds):
-                        _round(bench, running, length, rounds, restores)
+                        _round(bench, running, length, answer, rounds, restores)
                         step()
     if http:
-        _over_http(bench, lengths)
+        _over_http(bench, lengths, answer)
 
 
 def _round(
     bench: Bench,
     running: Engine,
     length: int,
-    rounds: dict[str, list[Report]],
+    answer: int,
+    rounds: dict[str, list[Asked]],
     restores: _Restores,
 ) -> None:
     vocabulary = len(bench.tokenizer)
@@ -105,7 +113,7 @@ def _round(
     }
     turn = [Boundary(length - TAIL, "turn")]
     for name, prompt in prompts.items():
-        rounds[name].append(_ask(running, prompt, turn))
+        rounds[name].append(_ask(running, prompt, turn, answer))
     for _ in range(RESTORES):
         restores.take(running, tokens, turn)
     running.cache.clear()
@@ -157,19 +165,21 @@ def engine(place: str, memory: str | int = "auto") -> Iterator[Engine]:
         running.stop()
 
 
-def _ask(running: Engine, prompt: Any, boundaries: list[Boundary]) -> Report:
+def _ask(running: Engine, prompt: Any, boundaries: list[Boundary], answer: int) -> Asked:
     sink = Waiting()
-    running.submit(Request(prompt, sink, max_tokens=2, boundaries=boundaries))
-    return sink.wait()
+    began = time.perf_counter()
+    running.submit(Request(prompt, sink, max_tokens=answer, boundaries=boundaries))
+    return Asked(sink.wait(), (time.perf_counter() - began) * 1e3)
 
 
-def _rows(bench: Bench, sheet: Sheet, length: int, rounds: dict[str, list[Report]]) -> None:
-    cold = [r.ttft_ms for r in rounds["cold"]]
+def _rows(bench: Bench, sheet: Sheet, length: int, rounds: dict[str, list[Asked]]) -> None:
+    cold = [asked.report.ttft_ms for asked in rounds["cold"]]
     plot = next((p for p in bench.result.plots if p.title == PLOT), None)
     plot = plot or bench.result.plot(PLOT, "tokens", "ms", log_x=True)
-    for name, reports in rounds.items():
-        if not reports:
+    for name, each in rounds.items():
+        if not each:
             continue
+        reports = [asked.report for asked in each]
         faster = ratios([r.ttft_ms for r in reports], cold)
         if name != "cold":
             bench.result.figures[f"{length:,} tokens, {name}: times faster than cold"] = str(faster)
@@ -180,6 +190,7 @@ def _rows(bench: Bench, sheet: Sheet, length: int, rounds: dict[str, list[Report
             name,
             f"{ttft:.1f}",
             "" if name == "cold" else faster,
+            f"{Spread.of(asked.total_ms for asked in each).median:.1f}",
             f"{reports[-1].match.resume:,}",
             f"{reports[-1].match.replay:,}",
             f"{Spread.of(r.match_ms for r in reports).median:.2f}",
@@ -200,7 +211,7 @@ class _Restores:
         self.nbytes = 0
 
     def take(self, running: Engine, prompt: Any, boundaries: list[Boundary]) -> None:
-        report = _ask(running, prompt, boundaries)
+        report = _ask(running, prompt, boundaries, 1).report
         self.took.append(report.restore_ms)
         self.nbytes = report.restored_bytes
         # Eight bytes to a number: MLX counts the numbers of an array in 32 bits.
@@ -241,10 +252,10 @@ def _ms(do: Callable[[], object]) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def _over_http(bench: Bench, lengths: list[int]) -> None:
+def _over_http(bench: Bench, lengths: list[int], answer: int) -> None:
     sheet = bench.result.sheet(
         "over HTTP: a system prompt and a question",
-        *("tokens", "what", "side", "TTFT ms", "faster", "hit"),
+        *("tokens", "what", "side", "TTFT ms", "faster", "total ms", "hit"),
     )
     with (
         bench.sides(NO_WARM) as sides,
@@ -257,12 +268,12 @@ def _over_http(bench: Bench, lengths: list[int]) -> None:
                     system = {"role": "system", "content": bench.text(length)}
                     first, more, another = (user(bench.text(n)) for n in (TAIL, 16, TAIL))
                     for side in in_turns(sides, i):
-                        cold = side.ask([system, first], 2)
+                        cold = side.ask([system, first], answer)
                         got[side.name].append(
                             {
                                 "cold": cold,
-                                "exact": side.ask([system, first, cold.message, more], 2),
-                                "nearest": side.ask([system, another], 2),
+                                "exact": side.ask([system, first, cold.message, more], answer),
+                                "nearest": side.ask([system, another], answer),
                             }
                         )
                         side.clear()
@@ -290,6 +301,7 @@ def _http_rows(
                 side.name,
                 f"{1e3 * Spread.of(took).median:.1f}",
                 "" if name == "cold" else ratios(took, cold),
+                f"{1e3 * Spread.of(r.total for r in replies).median:.1f}",
                 shown(hit(replies[-1])),
             )
             if side.name != ours and got[ours]:

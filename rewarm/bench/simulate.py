@@ -110,7 +110,7 @@ def replay(
     *,
     trie_tokens: int | None = None,
     chunk: int = 2048,
-    on_request: Callable[[int], None] = lambda done: None,
+    on_request: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Every request in order, each done before the next one comes. Answers are not stored: the
     traces do not say which of the next prompt's tokens they were."""
@@ -127,6 +127,7 @@ def replay(
     cached = replayed = 0
     saved = total = 0.0
     for i, request in enumerate(trace.requests):
+        on_request()
         if isinstance(retention, Clairvoyant):
             retention.now = i
         if not request.length:
@@ -143,7 +144,6 @@ def replay(
         replayed += match.replay
         saved += profile.prefill_flops(0, match.resume)
         total += profile.prefill_flops(0, match.tokens)
-        on_request(i + 1)
     stats = cache.stats()
     return Outcome(
         trace=trace.name,

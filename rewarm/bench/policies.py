@@ -12,7 +12,7 @@ from rewarm.errors import InvalidOption
 
 from .bench import Bench
 from .profiles import Profile, profile
-from .simulate import POLICIES, Outcome, Policy, replay
+from .simulate import POLICIES, WAYS, Outcome, Policy, replay
 from .traces import read
 
 
@@ -83,7 +83,7 @@ def compare(bench: Bench, wanted: Wanted) -> None:
             hits.add(name, budget / 1e9, 100 * outcome.hit_rate)
             work.add(name, budget / 1e9, outcome.amplification)
 
-    replays = len(wanted.budgets) * len(wanted.policies)
+    replays = len(wanted.budgets) * sum(len(WAYS[p]) for p in wanted.policies)
     with bench.steps("replaying", replays * len(trace.requests)) as step:
         for budget in wanted.budgets:
             outcomes: dict[str, Outcome] = {}

@@ -19,9 +19,10 @@ WEIGHTS: dict[str, float] = {
     "junction": 4.0,
     "end": 1.0,
     "answer": 1.0,
-    "sparse": 0.5,
+    "sparse": 4.0,
 }
-"""How likely a checkpoint of each kind is asked for again, against the end of a prompt."""
+"""How likely a checkpoint of each kind is asked for again, against the end of a prompt. A sparse
+one is where a chat goes on whose end had to go."""
 
 
 @dataclass(frozen=True)

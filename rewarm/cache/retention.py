@@ -48,6 +48,7 @@ class Bucket(NamedTuple):
     warm: bool
     step: int
     behind: float
+    left: bool
 
 
 class Entry(NamedTuple):
@@ -254,7 +255,7 @@ class Evictor:
     def _entry(self, item: Item) -> Entry:
         worth = self.policy.worth(item)
         step = round(STEPS * math.log2(worth)) if worth > 0 else -(1 << 20)
-        bucket = Bucket(item.warm, step, self.policy.behind(item))
+        bucket = Bucket(item.warm, step, self.policy.behind(item), item.left)
         return Entry(item.node, item.what, bucket, worth, self.policy.since(item))
 
     def _put_again(self, number: int) -> None:
@@ -269,6 +270,7 @@ class Evictor:
     def _worst(self, now: int, only_warm: bool) -> Item | None:
         """What is worth least now, of what is not leased."""
         crowd = self._crowd()
+        left = self.policy.left(crowd)
         while True:
             least, found = (True, math.inf), None
             for bucket, heap in list(self._heaps.items()):
@@ -283,7 +285,8 @@ class Evictor:
                 # A clock may be set back.
                 ticks = max(now - entry.since, 0)
                 age = ticks / self.unit + bucket.behind * crowd
-                score = entry.worth / (1 + crowd / 2 + age)
+                worth = entry.worth * left if bucket.left else entry.worth
+                score = worth / (1 + crowd / 2 + age)
                 is_fresh = ticks < self.fresh
                 rank = (is_fresh, entry.since if is_fresh else score)
                 if rank < least:

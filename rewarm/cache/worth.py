@@ -17,6 +17,10 @@ UNMARKED_WINDOW = 0.05
 LEFT_BEHIND = 1 / 8
 """How likely a chat goes back to a checkpoint that it has left behind, against its last one."""
 
+WAY_BACK = 1 / 2
+"""The same where memory has room for a few chats only: their ends are soon gone then, and they go
+on from what is left."""
+
 FARTHEST = 64
 """Nodes that are looked at around one: a bound on the work, not on what is right."""
 
@@ -35,6 +39,8 @@ class Item:
     """What goes with it: for a leaf also the rows above that help nobody without it."""
     hits: int
     last_used: int
+    left: bool = False
+    """Whether its chat has left it behind, and goes on from a later checkpoint."""
 
     @property
     def warm(self) -> bool:
@@ -51,8 +57,8 @@ class Item:
 
 
 class Retention(Protocol):
-    """A policy. What goes first has the least worth for its age, in these three parts because an
-    index can keep them: only time passes without a change to an item."""
+    """A policy. What goes first has the least worth for its age, in these parts because an index
+    can keep them: only time passes, and chats come and go, without a change to an item."""
 
     def worth(self, item: Item) -> float:
         """What it is worth the moment it is used."""
@@ -63,6 +69,10 @@ class Retention(Protocol):
     def behind(self, item: Item) -> float:
         """How much older it counts than it is, in crowds: one crowd is as many requests as there
         are chats in memory."""
+
+    def left(self, crowd: int) -> float:
+        """What is left of the worth of a place that its chat has left behind, where a crowd is so
+        large; 0 where it is not known."""
 
 
 class WorkPerByte:
@@ -82,6 +92,9 @@ class WorkPerByte:
     def behind(self, item: Item) -> float:
         return (0.0 if item.hits else self.newcomer) + (self.person if item.waits else 0.0)
 
+    def left(self, crowd: int) -> float:
+        return min(max(2 / crowd, LEFT_BEHIND), WAY_BACK) if crowd else LEFT_BEHIND
+
 
 class LRU:
     """The baseline: least recently used first."""
@@ -94,6 +107,9 @@ class LRU:
 
     def behind(self, item: Item) -> float:
         return 0.0
+
+    def left(self, crowd: int) -> float:
+        return 1.0
 
 
 @dataclass(frozen=True)
@@ -168,18 +184,16 @@ class Appraiser:
         if node in known:
             return known[node]
         windows = self._windows_of(node)
-        weight = WEIGHTS[checkpoint.kind] * checkpoint.hint
-        if _left_behind(node):
-            weight *= LEFT_BEHIND
         item = known[node] = Item(
             "checkpoint",
             tree,
             node,
             saves=node.end - resume_before(node) if windows is not None else 0,
-            weight=weight,
+            weight=WEIGHTS[checkpoint.kind] * checkpoint.hint,
             nbytes=checkpoint.nbytes + sum(n.window.nbytes for n in windows or () if n.window),
             hits=checkpoint.hits,
             last_used=checkpoint.last_used,
+            left=_left_behind(node),
         )
         return item
 
@@ -192,8 +206,7 @@ class Appraiser:
             looked += 1
             if each.checkpoint is not None and each.end - self.reach < node.end:
                 item = self._checkpoint(tree, each, each.checkpoint, known)
-                if best is None or item.weight * item.saves > best.weight * best.saves:
-                    best = item
+                best = item if best is None else max(best, item, key=_needed)
             if each.end - self.reach < node.end:
                 todo.extend(each.children.values())
         if best is not None:
@@ -221,6 +234,10 @@ class Appraiser:
                     return None
                 found.append(above)
         return found
+
+
+def _needed(item: Item) -> float:
+    return item.weight * item.saves * (LEFT_BEHIND if item.left else 1)
 
 
 def checkpoint_above(node: Node) -> Node | None:

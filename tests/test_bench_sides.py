@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from rewarm.bench import sides
 from rewarm.bench.result import Result
 from rewarm.bench.sides import command, other
+from rewarm.cli import app
 from rewarm.errors import InvalidOption, NotReady
 
 # Answers every chat with one word, knows one model by its name only, and keeps to itself what it
@@ -177,6 +179,53 @@ def test_ctrl_c_keeps_what_is_done_and_stops_the_servers(
     assert any("peer" in name for name in result.figures), "what was to be compared is lost"
     assert "<polyline" in plot.read_text()
     assert is_gone(pid)
+
+
+def bench(out: Path, *words: str) -> Result:
+    """A scenario from the command line, on a tiny model."""
+    more = ["--model", "random:hybrid-tiny", "--json", str(out), "--plot", str(out) + ".svg"]
+    done = CliRunner().invoke(app, ["bench", *words, *more])
+    assert done.exit_code == 0, done.output
+    assert "<polyline" in Path(f"{out}.svg").read_text()
+    return Result.load(out)
+
+
+def test_overhead_asks_a_peer_the_same_over_http(tmp_path: Path) -> None:
+    peer, notes = server(tmp_path)
+    small = ["--length", "80", "--messages", "4", "--answer", "2", "--rounds", "2"]
+    result = bench(tmp_path / "out.json", "overhead", *small, "--peer", peer)
+    inside, over = result.sheets
+    assert [row[0] for row in inside.rows if "TTFT" in row[0]] == [
+        *("TTFT s, one message of 80", "TTFT s, 4 messages")
+    ]
+    sides = [row[1].split()[0] for row in over.rows]
+    assert sides == ["rewarm", "peer"] * 3
+    assert all(bool(row[3]) == (row[1] == "peer") for row in over.rows)
+    # Its first request, and two prompts in each round.
+    assert len(notes.read_text().splitlines()) == 1 + 1 + 2 * 2
+
+
+def test_memory_shows_what_a_peer_holds_of_the_same_chats(tmp_path: Path) -> None:
+    small = ["--conversations", "2", "--turns", "2", "--answer", "4"]
+    result = bench(tmp_path / "out.json", "memory", *small, "--peer", "mlx-lm")
+    (sheet,) = result.sheets
+    assert sheet.columns[-1] == "peer's MB"
+    assert float(sheet.rows[-1][-1]) > 0
+    assert set(result.plots[0].lines) == {"all", "rows and windows", "mlx-lm"}
+
+
+def test_prefix_shows_where_the_time_of_a_hit_goes(tmp_path: Path) -> None:
+    small = ["--lengths", "300", "--rounds", "1", "--answer", "3"]
+    result = bench(tmp_path / "out.json", "prefix", *small)
+    tokens, _, over = result.sheets
+    rows = {row[1]: dict(zip(tokens.columns, row, strict=True)) for row in tokens.rows}
+    assert list(rows) == ["cold", "exact", "nearest"]
+    # All but the last token of the first prompt; up to where the second one differs.
+    assert [rows[name]["cached"] for name in rows] == ["0", "299", "236"]
+    for row in rows.values():
+        parts = [float(row[name]) for name in ("lookup ms", "restore ms", "prefill ms")]
+        assert sum(parts) <= float(row["TTFT ms"]) + 0.2 <= float(row["total ms"]) + 0.2
+    assert [row[1] for row in over.rows] == ["cold", "exact", "nearest"]
 
 
 def test_ctrl_c_in_a_trace_keeps_the_budgets_that_are_done(tmp_path: Path) -> None:

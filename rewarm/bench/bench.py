@@ -32,6 +32,9 @@ WORDS += ["summer", "lantern", "copper", "island", "morning", "thunder", "basket
 Messages = list[dict[str, Any]]
 
 NO_WARM = ("--no-warm-ahead",)
+WIDE = 120
+"""Characters in a line of a table that goes to a file."""
+
 PAUSE = 0.05
 """Seconds between one server's answer and the next one's request."""
 
@@ -194,7 +197,10 @@ def run(
     finally:
         result.seconds = time.perf_counter() - began
         if result.measured or interrupted:
-            result.show(Console())
+            console = Console()
+            if not console.is_terminal:
+                console.width = max(console.width, WIDE)
+            result.show(console)
         if json is not None and result.measured:
             result.save(json)
         if plot is not None and result.measured:

@@ -74,6 +74,8 @@ class Result:
     def show(self, console: Console) -> None:
         for sheet in (s for s in self.sheets if s.rows):
             table = Table(*sheet.columns, box=None, title=sheet.title, title_justify="left")
+            for column in table.columns:
+                column.overflow = "fold"  # where it is narrow, lines break, and nothing is lost
             for column in table.columns[1:]:
                 column.justify = "right"
             for row in sheet.rows:

@@ -53,8 +53,10 @@ from mlx_lm.models.cache import LRUPromptCache
 insert = LRUPromptCache.insert_cache
 def noted(self, *given, **named):
     insert(self, *given, **named)
-    with open(os.environ["REWARM_BENCH_BYTES"], "w") as note:
+    path = os.environ["REWARM_BENCH_BYTES"]
+    with open(path + ".new", "w") as note:
         note.write(str(self.nbytes))
+    os.replace(path + ".new", path)  # never half a note
 LRUPromptCache.insert_cache = noted
 from mlx_lm.server import main
 sys.argv[0] = "mlx_lm.server"

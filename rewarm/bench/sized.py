@@ -121,7 +121,7 @@ def sized_cache(
     profile: Profile, memory: int, retention: Retention | None = None, chunk: int = 2048
 ) -> PrefixCache:
     """A cache that holds nothing and counts everything."""
-    return PrefixCache(
+    cache = PrefixCache(
         _NoModel(),
         memory=memory,
         chunk=chunk,
@@ -130,3 +130,5 @@ def sized_cache(
         retention=retention,
         max_buffers=1 << 60,
     )
+    cache._evictor.on_evict = None  # here nobody asks why something is missing
+    return cache

@@ -135,7 +135,7 @@ def overhead(bench: Bench, length: int, messages: int, answer: int) -> None:
     with bench.sides(NO_WARM) as sides:
         got = [OverHttp(side, {name: [] for name in prompts}) for side in sides]
         with (
-            bench.ending(partial(_http_rows, over, got)),
+            bench.ending(partial(_http_rows, over, got, pairs)),
             bench.steps("rounds over HTTP", bench.rounds * len(sides)) as step,
         ):
             for i in range(bench.rounds):
@@ -169,11 +169,11 @@ def _overhead_rows(sheet: Sheet, plot: Plot, pairs: dict[str, list[Pair]]) -> No
         plot.add("mlx-lm", i + 1, pair.theirs.ttft)
 
 
-def _http_rows(sheet: Sheet, got: list[OverHttp]) -> None:
-    long, *others = got[0].replies
+def _http_rows(sheet: Sheet, got: list[OverHttp], pairs: dict[str, list[Pair]]) -> None:
     parts: dict[str, Callable[[OverHttp], list[float]]] = {
-        f"TTFT, {name}": partial(_ttfts, name) for name in (long, *others)
+        f"TTFT, {name}": partial(_ttfts, name) for name in pairs
     }
+    long = next(iter(pairs))
     parts["a token"] = lambda over: [_each(reply) for reply in over.replies[long]]
     for what, values in parts.items():
         ours = values(got[0])
@@ -182,6 +182,8 @@ def _http_rows(sheet: Sheet, got: list[OverHttp]) -> None:
             if found:
                 times = "" if over is got[0] else ratios(ours, found)
                 sheet.add(what, over.side.name, f"{Spread.of(found).median:.4f}", times)
+    inside = Spread.of(pair.ours.each for pair in pairs[long])
+    sheet.add("… not over HTTP", "rewarm", f"{inside.median:.4f}", "")
 
 
 def _ttfts(prompt: str, over: OverHttp) -> list[float]:

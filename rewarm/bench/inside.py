@@ -174,13 +174,16 @@ def _http_rows(sheet: Sheet, got: list[OverHttp], pairs: dict[str, list[Pair]]) 
         f"TTFT, {name}": partial(_ttfts, name) for name in pairs
     }
     long = next(iter(pairs))
-    parts["a token"] = lambda over: [_each(reply) for reply in over.replies[long]]
+    # One token, or a server that does not count them, says nothing of the next.
+    parts["a token"] = lambda over: [
+        _each(r) for r in over.replies[long] if min(r.tokens, len(r.times)) > 1
+    ]
     for what, values in parts.items():
         ours = values(got[0])
         for over in got:
             found = values(over)
             if found:
-                times = "" if over is got[0] else ratios(ours, found)
+                times = "" if over is got[0] or not ours else ratios(ours, found)
                 sheet.add(what, over.side.name, f"{Spread.of(found).median:.4f}", times)
     inside = Spread.of(pair.ours.each for pair in pairs[long])
     sheet.add("… not over HTTP", "rewarm", f"{inside.median:.4f}", "")

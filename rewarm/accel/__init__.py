@@ -1,11 +1,20 @@
 """What Rewarm makes faster where MLX is slow."""
 
+import functools
+import logging
 import os
+
+log = logging.getLogger("rewarm")
 
 
 def is_off() -> bool:
     """Whether mlx-lm and MLX are to be left as they come."""
     return os.environ.get("REWARM_ACCEL", "").strip().lower() in ("0", "off")
+
+
+@functools.cache
+def say_once(what: str, why: str) -> None:
+    log.warning("%s: not the mlx-lm that is known: %s", what, why)
 
 
 def install() -> None:

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from . import cuda, is_off
-
-log = logging.getLogger("rewarm")
+from . import cuda, is_off, say_once
 
 Rule = Callable[..., tuple[mx.array, mx.array]]
 
@@ -75,16 +72,11 @@ def install() -> bool:
         if parameters != PARAMETERS:
             raise TypeError(f"gated_delta_ops takes {', '.join(parameters)}")
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        say_once("gated delta layers", str(error))
+        say_once("gated delta layers run token by token", str(error))
         return False
     _stock = found
     gated_delta.gated_delta_ops = _installed
     return True
-
-
-@functools.cache
-def say_once(what: str, why: str) -> None:
-    log.warning("%s run token by token: not the mlx-lm that is known: %s", what, why)
 
 
 def _installed(
@@ -151,19 +143,18 @@ def chunked(
     if state is None:
         state = mx.zeros((batch, heads, value_dim, key_dim))
     state = state.astype(mx.float32).reshape(batch, key_heads, -1, value_dim, key_dim)
-    states, deltas = [], []
+    seen, deltas = [], []
     for n in range(count):
-        delta = mx.addmm(
-            deltas_alone[:, :, :, n], reads[:, :, :, n], state.swapaxes(-1, -2), alpha=-1
-        )
-        states.append(state)
+        before = state.swapaxes(-1, -2)
+        delta = mx.addmm(deltas_alone[:, :, :, n], reads[:, :, :, n], before, alpha=-1)
+        # Here, and not for all chunks at once: their states together are too much memory.
+        seen.append(decayed.queries[:, :, :, n] @ before)
         deltas.append(delta)
         state = mx.addmm(
             state * decayed.whole[:, :, :, n], delta.swapaxes(-1, -2), decayed.keys_left[:, :, :, n]
         )
 
-    y = decayed.queries @ mx.stack(states, axis=3).swapaxes(-1, -2)
-    y = mx.addmm(y, decayed.query_products, mx.stack(deltas, axis=3))
+    y = mx.addmm(mx.stack(seen, axis=3), decayed.query_products, mx.stack(deltas, axis=3))
     y = out_of_chunks(y, length).astype(q.dtype)
     return y, state.reshape(batch, heads, value_dim, key_dim)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from . import cpu, is_off
+from . import cpu, is_off, say_once
 from .delta import (
     decay_by_head,
     in_chunks,
@@ -29,7 +29,6 @@ from .delta import (
     levels,
     longest_chunk,
     out_of_chunks,
-    say_once,
 )
 
 nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow
@@ -84,7 +83,7 @@ def _put(place: Place) -> bool:
         if parameters != place.parameters:
             raise TypeError(f"{place.name} takes {', '.join(parameters)}")
     except (AttributeError, TypeError, ValueError) as error:
-        say_once(f"{place.module}'s layers", str(error))
+        say_once(f"{place.module}'s layers run token by token", str(error))
         return False
     _stock[place.module] = found
     setattr(owner, name, place.ours)
@@ -210,12 +209,12 @@ def _gla(
     decayed = decay_by_head(q, k, cut(gates, padding=1))
     state = mx.zeros((batch, heads, key_dim, v.shape[-1])) if h is None else h.astype(mx.float32)
     state = state[:, :, None]
-    writes = decayed.keys_left.swapaxes(-1, -2) @ values
-    states = []
+    writes = decayed.keys_left.swapaxes(-1, -2)
+    seen = []
     for n in range(q.shape[3]):
-        states.append(state)
-        state = state * decayed.whole[:, :, :, n] + writes[:, :, :, n]
-    y = mx.addmm(decayed.queries @ mx.stack(states, axis=3), decayed.query_products, values)
+        seen.append(decayed.queries[:, :, :, n] @ state)
+        state = mx.addmm(state * decayed.whole[:, :, :, n], writes[:, :, :, n], values[:, :, :, n])
+    y = mx.addmm(mx.stack(seen, axis=3), decayed.query_products, values)
     y = out_of_chunks(y, length).swapaxes(1, 2)
     return y.astype(v.dtype), state.squeeze(2).astype(v.dtype)
 
@@ -272,19 +271,20 @@ def wkv7(
     solved = inverse(reads_u)
     u_alone = solved @ (reads_v @ v)
     u_reads = solved @ (a * mx.cumprod(w, axis=-2, inclusive=False))
-    b_left, added = b * left, v.swapaxes(-1, -2) @ (k * left)
+    b_left, k_left, written = b * left, k * left, v.swapaxes(-1, -2)
+    queries = r * start
     if state is None:
         state = mx.zeros((batch, heads, dim, dim), dtype)
     h = state.astype(mx.float32)[:, :, None]
-    states, us = [], []
+    seen, us = [], []
     for n in range(w.shape[3]):
-        u = mx.addmm(u_alone[:, :, :, n], u_reads[:, :, :, n], h.swapaxes(-1, -2))
-        states.append(h)
+        before = h.swapaxes(-1, -2)
+        u = mx.addmm(u_alone[:, :, :, n], u_reads[:, :, :, n], before)
+        seen.append(queries[:, :, :, n] @ before)
         us.append(u)
-        kept = h * start[:, :, :, n, -1:] + added[:, :, :, n]
-        h = mx.addmm(kept, u.swapaxes(-1, -2), b_left[:, :, :, n])
-    y = (r * start) @ mx.stack(states, axis=3).swapaxes(-1, -2)
-    y = mx.addmm(y, from_u, mx.stack(us, axis=3)) + from_v @ v
+        h = mx.addmm(h * start[:, :, :, n, -1:], written[:, :, :, n], k_left[:, :, :, n])
+        h = mx.addmm(h, u.swapaxes(-1, -2), b_left[:, :, :, n])
+    y = mx.addmm(mx.stack(seen, axis=3), from_u, mx.stack(us, axis=3)) + from_v @ v
     return out_of_chunks(y, length).astype(dtype), h.squeeze(2).astype(state.dtype)
 
 

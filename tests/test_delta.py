@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 import pytest
 from mlx_lm.models import gated_delta
 
-from rewarm.accel import cpu, delta
+from rewarm.accel import delta
 
 from .conftest import SOAK
 
@@ -374,159 +372,3 @@ def test_importing_rewarm_changes_nothing_in_mlx_lm() -> None:
         "assert found.gated_delta_ops.__module__ == found.__name__, found.gated_delta_ops\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def normal(*shape: int, seed: int = 3, scale: float = 1.0) -> mx.array:
-    random = np.random.default_rng(seed)
-    return mx.array((random.standard_normal(shape) * scale).astype(np.float32))
-
-
-def test_silu_is_right_to_the_last_digits() -> None:
-    x = np.linspace(-100, 100, 200_001).astype(np.float32)
-    exact = x.astype(np.float64)
-    exact = exact / (1 + np.exp(-exact))
-    found = np.array(cpu.silu(mx.array(x))).astype(np.float64)
-    assert np.all(np.abs(found - exact) <= 3e-7 * np.abs(x))
-    assert cpu.silu(mx.array(x).astype(mx.bfloat16)).dtype == mx.bfloat16
-    assert cpu.silu(mx.array([float("inf")])).item() == float("inf")
-
-
-def test_the_exponential_is_right_to_the_last_digits() -> None:
-    x = np.linspace(-87, 0, 100_001).astype(np.float32)
-    exact = np.exp(x.astype(np.float64))
-    found = np.array(cpu.exp(mx.array(x))).astype(np.float64)
-    assert np.max(np.abs(found / exact - 1)) <= 2e-7
-    assert cpu.exp(mx.array([0.0])).item() == pytest.approx(1, abs=2e-7)
-    assert 0 <= cpu.exp(mx.array([-1e30])).item() < 1e-37
-
-
-@pytest.mark.parametrize("taps", [2, 4])
-def test_a_depthwise_convolution_is_right(taps: int) -> None:
-    x, weight = normal(2, 50, 24), normal(24, taps, 1)
-    right = mx.conv1d(x, weight, groups=24)
-    assert distance(cpu.convolution(x, weight), np.array(right).astype(np.float64)) <= 1e-6
-    x, weight = x.astype(mx.bfloat16), weight.astype(mx.bfloat16)
-    right = mx.conv1d(x.astype(mx.float32), weight.astype(mx.float32), groups=24)
-    found = cpu.convolution(x, weight)
-    assert found.dtype == mx.bfloat16
-    assert distance(found, np.array(right).astype(np.float64)) <= 1.8e-3  # rounded once
-
-
-ATTENTIONS = [
-    # tokens, context, heads, key heads, mask
-    (64, 64, 4, 4, "causal"),
-    (100, 300, 4, 2, "causal"),
-    (9, 5000, 6, 2, "causal"),
-    (40, 40, 4, 1, None),
-    (40, 90, 4, 2, "boolean"),
-    (600, 700, 4, 2, "added"),
-]
-
-
-@pytest.mark.parametrize(("tokens", "context", "heads", "key_heads", "kind"), ATTENTIONS)
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_attention_is_right(
-    tokens: int, context: int, heads: int, key_heads: int, kind: str | None, dtype: mx.Dtype
-) -> None:
-    q = normal(2, heads, tokens, 32, scale=3)
-    k, v = normal(2, 2, key_heads, context, 32, seed=4)
-    mask: mx.array | str | None = kind
-    if kind in ("boolean", "added"):
-        mask = mx.tril(mx.ones((tokens, context)), k=context - tokens) > 0
-        mask = mask if kind == "boolean" else mx.where(mask, normal(tokens, context), -mx.inf)
-    stock = cpu._stock.get("attention", mx.fast.scaled_dot_product_attention)
-    right = stock(q, k, v, scale=0.2, mask=mask)
-    found = cpu.attention(*(x.astype(dtype) for x in (q, k, v)), scale=0.2, mask=mask)
-    assert found.dtype == dtype
-    tolerance = 2e-6 if dtype == mx.float32 else 2e-2
-    assert distance(found, np.array(right).astype(np.float64)) <= tolerance
-
-
-def test_a_gradient_passes_through_attention() -> None:
-    q, k, v = normal(3, 1, 2, 20, 16)
-
-    def loss(rule: Any, q: mx.array) -> mx.array:
-        total: mx.array = (rule(q, k, v, scale=0.25, mask="causal") ** 2).sum()
-        return total
-
-    stock = cpu._stock.get("attention", mx.fast.scaled_dot_product_attention)
-    right = np.array(mx.grad(loss, 1)(stock, q)).astype(np.float64)
-    assert distance(mx.grad(loss, 1)(cpu.attention, q), right) <= 1e-4
-
-
-linux_x86 = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() != "x86_64", reason="only slow on Linux x86"
-)
-
-
-@pytest.fixture
-def mlx_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLX as it comes; whatever a test installs is undone."""
-    stock = cpu._stock
-    monkeypatch.setattr(nn, "silu", stock.get("silu", nn.silu))
-    convolution = stock.get("convolution", nn.Conv1d.__call__)
-    monkeypatch.setattr(nn.Conv1d, "__call__", convolution)
-    attention = stock.get("attention", mx.fast.scaled_dot_product_attention)
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention)
-    monkeypatch.setattr(cpu, "_stock", {})
-    monkeypatch.delenv("REWARM_ACCEL", raising=False)
-
-
-def layers() -> tuple[mx.array, ...]:
-    """Every operation that is replaced, as a model calls it, and some that must not be."""
-    x = normal(1, 40, 24)
-    heads = normal(1, 2, 40, 16)
-    depthwise, padded, full = (
-        nn.Conv1d(24, 24, 4, groups=24),
-        nn.Conv1d(24, 24, 4, groups=24, padding=3),
-        nn.Conv1d(24, 24, 4),
-    )
-    for i, module in enumerate((depthwise, padded, full)):
-        module.weight = normal(*module.weight.shape, seed=i)
-        module.bias = normal(24, seed=i)
-    attend = mx.fast.scaled_dot_product_attention
-    return (
-        nn.silu(x),
-        *(module(x) for module in (depthwise, padded, full)),
-        depthwise(x[:, :4]),
-        attend(heads, heads, heads, scale=0.25, mask="causal"),
-        attend(heads, heads, heads, scale=0.25, sinks=mx.zeros(2)),
-        attend(heads[:, :, :1], heads, heads, scale=0.25),
-    )
-
-
-@linux_x86
-def test_installed_operations_give_what_mlx_gives(
-    mlx_untouched: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = layers()
-    assert cpu.install()
-    assert cpu.install()
-    assert nn.silu is cpu.silu
-    calls: list[str] = []
-
-    def counting(name: str, ours: Any) -> Any:
-        def counted(*args: Any, **options: Any) -> Any:
-            calls.append(name)
-            return ours(*args, **options)
-
-        return counted
-
-    for name in ("convolution", "attention"):
-        monkeypatch.setattr(cpu, name, counting(name, getattr(cpu, name)))
-    for ours, theirs in zip(layers(), before, strict=True):
-        assert distance(ours, np.array(theirs).astype(np.float64)) <= 2e-6
-    assert calls == ["convolution", "attention"]
-
-
-@pytest.mark.parametrize("why", ["switched off", "macOS", "another machine"])
-def test_elsewhere_mlx_keeps_its_operations(
-    why: str, mlx_untouched: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin" if why == "macOS" else "linux")
-    machine = "aarch64" if why == "another machine" else "x86_64"
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    if why == "switched off":
-        monkeypatch.setenv("REWARM_ACCEL", "0")
-    assert not cpu.install()
-    assert nn.silu is not cpu.silu

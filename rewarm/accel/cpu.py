@@ -2,13 +2,15 @@
 
 There its exponential takes some 15 ns for a number, and a multiplication less than one. So a
 sigmoid is a quotient of polynomials here, attention has an exponential made of multiplications and
-additions, and a depthwise convolution is a sum of shifted products.
+additions, and a depthwise convolution is a sum of shifted products. All of them are more operations
+than MLX's own, so a single token goes through those.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from . import is_off
+from . import is_off, say_once
 
 nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow
 
@@ -57,7 +59,9 @@ LOWEST = -87.0  # exp of less is no normal float32
 BLOCK = 2**17
 """Scores that are worked on at a time, so that they stay in a core's cache."""
 SHORTEST = 8
-"""Tokens from which these are faster than MLX's own."""
+"""Tokens from which attention and convolutions are faster than MLX's own."""
+MANY = 2**13
+"""Numbers from which SiLU is."""
 
 Operation = Callable[..., mx.array]
 
@@ -65,17 +69,42 @@ _stock: dict[str, Operation] = {}
 
 
 def install() -> bool:
-    """Make MLX use these on a Linux x86 CPU; says whether it does."""
+    """Make MLX use these on a Linux x86 CPU; says whether it does.
+
+    To be called again after loading a model, which may have mlx-lm's functions by name.
+    """
     if is_off() or not is_slow():
         return False
     if not _stock:
         _stock["silu"] = nn.silu
         _stock["convolution"] = nn.Conv1d.__call__
         _stock["attention"] = mx.fast.scaled_dot_product_attention
-        nn.silu = silu
+        nn.silu = _silu
         nn.Conv1d.__call__ = _convolution
         mx.fast.scaled_dot_product_attention = _attention
+    _put("swiglu", ("gate", "x"), _swiglu)
+    _put("precise_swiglu", ("h", "gate", "x"), _precise_swiglu)
     return True
+
+
+def _put(name: str, parameters: tuple[str, ...], ours: Operation) -> None:
+    """In the place of mlx-lm's function, in whatever models of it are loaded.
+
+    It is compiled without shapes, so the SiLU that it finds at its first call, with however many
+    tokens, is its SiLU for ever.
+    """
+    try:
+        activations = importlib.import_module("mlx_lm.models.activations")
+        found: Operation = _stock.setdefault(name, getattr(activations, name))
+        takes = tuple(inspect.signature(found).parameters)
+        if takes != parameters:
+            raise TypeError(f"{name} takes {', '.join(takes)}")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        say_once(f"{name} stays as it is", str(error))
+        return
+    for path, module in list(sys.modules.items()):
+        if path.startswith("mlx_lm.models.") and getattr(module, name, None) is found:
+            setattr(module, name, ours)
 
 
 def is_slow() -> bool:
@@ -91,6 +120,25 @@ def silu(x: mx.array) -> mx.array:
     square = near * near
     tanh = near * _polynomial(TANH_P, square) / _polynomial(TANH_Q, square)
     return (half + half * tanh).astype(x.dtype)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    return silu(gate) * x
+
+
+def _silu(x: mx.array) -> mx.array:
+    return silu(x) if x.size >= MANY else _stock["silu"](x)
+
+
+def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    return swiglu(gate, x) if x.size >= MANY else _stock["swiglu"](gate, x)
+
+
+def _precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
+    if x.size < MANY:
+        return _stock["precise_swiglu"](h, gate, x)
+    return swiglu(gate.astype(mx.float32), x.astype(mx.float32)).astype(h.dtype)
 
 
 @functools.partial(mx.compile, shapeless=True)

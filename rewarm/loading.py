@@ -31,7 +31,7 @@ def load(
     **options: Any,
 ) -> Loaded:
     """A model and its tokenizer, by mlx-lm's own loader."""
-    accel.install()
+    accel.install(loaded=False)
     built_in = str(model) == BUILT_IN
     if built_in:
         model = FOLDER
@@ -48,11 +48,11 @@ def load(
     if trust_remote_code and not built_in:
         options["tokenizer_config"] = {"trust_remote_code": True}
     loaded = mlx_lm.load(str(model), adapter_path=adapter_path, **options)
-    accel.install()
     if built_in:
         # Its weights are stored in half the bytes. It is small enough to be run in full ones.
         loaded[0].set_dtype(mx.float32)
         mx.eval(loaded[0].parameters())  # here: another thread could not
+    accel.install()
     # The disk tier tells models apart by the content of these files.
     place = Path(model) if Path(model).is_dir() else hf_repo_to_path(str(model))
     loaded[0].rewarm_source = str(place)

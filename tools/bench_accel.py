@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_lm.models import bailing_moe_linear, jamba, mamba, recurrent_gemma, rwkv7
 from mlx_lm.models.gated_delta import gated_delta_ops
 
-from rewarm.accel import delta, scans
+from rewarm.accel import delta, heap, scans
 
 Pair = tuple[str, Callable[[], Any], Callable[[], Any]]
 
@@ -128,6 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
+    heap.install()  # for both
     print(f"{'ms, the least of ' + str(rounds):<62}{'loop':>8}{'chunks':>8}{'times':>7}")
     for name, loop, chunks in (*gated_delta(), *others()):
         mx.eval(loop(), chunks())

@@ -1,0 +1,68 @@
+"""Memory that a step frees stays at hand for the next one."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from rewarm.accel import heap
+
+glibc = pytest.mark.skipif(
+    sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="needs glibc on Linux"
+)
+
+STEPS = """
+import resource, sys
+import rewarm
+import mlx.core as mx
+from rewarm.accel import heap
+
+mx.set_default_device(mx.cpu)
+print(heap.install())
+
+def step():
+    mx.eval([mx.arange(n << 18) for n in range(1, 16)])  # 1 to 15 MB each
+
+step(); step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20): step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def run(**environment: str) -> tuple[bool, int]:
+    """Whether it is in use, and how often the system handed memory out in 20 steps."""
+    kept = {k: v for k, v in os.environ.items() if k not in (*heap.SETTINGS, "REWARM_ACCEL")}
+    told = subprocess.run(
+        [sys.executable, "-c", STEPS],
+        env={**kept, **environment},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    return told[0] == "True", int(told[1])
+
+
+@glibc
+def test_a_step_gets_the_memory_that_the_one_before_it_freed() -> None:
+    in_use, kept = run()
+    assert in_use
+    in_use, handed_out = run(REWARM_ACCEL="0")
+    assert not in_use
+    assert kept < handed_out / 10
+
+
+@glibc
+@pytest.mark.parametrize("name", heap.SETTINGS)
+def test_whoever_sets_the_c_library_up_is_not_overruled(name: str) -> None:
+    value = "glibc.malloc.perturb=0" if name == "GLIBC_TUNABLES" else "1048576"
+    assert not run(**{name: value})[0]
+
+
+def test_elsewhere_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not heap.install()

@@ -63,6 +63,36 @@ def test_whoever_sets_the_c_library_up_is_not_overruled(name: str) -> None:
     assert not run(**{name: value})[0]
 
 
+FILLED = """
+import resource
+import numpy as np
+import rewarm
+from rewarm import PrefixCache, Session, load
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+model, tokenizer = load("pocket")
+session = Session(model, tokenizer, PrefixCache(model, memory="200MB"))
+for seed in range(6):
+    prompt = np.random.default_rng(seed).integers(10, 1000, 2000)
+    session.generate(prompt, max_tokens=1)
+held, before = session.cache.stats().held, resident()
+session.cache.clear()
+print(held, before - resident())
+"""
+
+
+@glibc
+def test_what_is_cleared_goes_back_to_the_system() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", FILLED], check=True, capture_output=True, text=True
+    ).stdout
+    held, given_back = map(int, told.split())
+    assert given_back > 0.8 * held
+
+
 def test_elsewhere_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not heap.install()

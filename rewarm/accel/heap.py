@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -31,8 +32,23 @@ def install() -> bool:
         return False
     if any(name in os.environ for name in SETTINGS):
         return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
+    mallopt = _glibc("mallopt")
+    if mallopt is None:
         return False
     return all(mallopt(*pair) for pair in ((M_MMAP_THRESHOLD, APART), (M_TRIM_THRESHOLD, KEPT)))
+
+
+def give_back() -> None:
+    """What is free goes to the system now: buffers that MLX keeps, and the C library's memory."""
+    mx.clear_cache()
+    trim = _glibc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _glibc(name: str) -> Callable[..., int] | None:
+    """A function of it, where it is the C library."""
+    if sys.platform != "linux":
+        return None
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    return found

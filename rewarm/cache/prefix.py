@@ -14,6 +14,7 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy.typing as npt
 
+from rewarm.accel import heap
 from rewarm.errors import CacheClosed, InvalidOption, ModelMismatch
 
 from .below import Below, Promoter
@@ -378,6 +379,7 @@ class PrefixCache:
             self._forget()
             if self.disk is not None:
                 self.disk.forget()
+        heap.give_back()
 
     def close(self) -> None:
         """What the disk tier has is there for the next process."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import platform
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models import activations
+from mlx_lm.models import activations, iquestloopcoder, step3p5
 from mlx_lm.models.cache import make_prompt_cache
 
 from rewarm.accel import cpu
+from rewarm.accel.replace import MODELS, Place
 
 from . import zoo
 from .test_delta import distance
@@ -104,18 +109,28 @@ linux_x86 = pytest.mark.skipif(
 
 
 @pytest.fixture
-def mlx_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLX as it comes; whatever a test installs is undone."""
+def mlx_untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """MLX and mlx-lm as they come; whatever a test installs is undone."""
     stock = cpu._stock
     monkeypatch.setattr(nn, "silu", stock.get("silu", nn.silu))
     convolution = stock.get("convolution", nn.Conv1d.__call__)
     monkeypatch.setattr(nn.Conv1d, "__call__", convolution)
     attention = stock.get("attention", mx.fast.scaled_dot_product_attention)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention)
-    for name in ("swiglu", "precise_swiglu"):
-        monkeypatch.setattr(activations, name, stock.get(name, getattr(activations, name)))
+    for module, place in with_ours():
+        monkeypatch.setattr(module, place.name, stock[place.name])
     monkeypatch.setattr(cpu, "_stock", {})
     monkeypatch.delenv("REWARM_ACCEL", raising=False)
+    yield
+    for module, place in with_ours():
+        if place.name not in stock:
+            setattr(module, place.name, cpu._stock[place.name])
+
+
+def with_ours() -> list[tuple[ModuleType, Place]]:
+    """Modules of mlx-lm with a function of ours."""
+    loaded = [each for name, each in sys.modules.items() if name.startswith(MODELS)]
+    return [(m, p) for m in loaded for p in cpu.COMPILED if vars(m).get(p.name) is p.ours]
 
 
 def layers() -> tuple[mx.array, ...]:
@@ -139,6 +154,10 @@ def layers() -> tuple[mx.array, ...]:
         activations.swiglu(many, other),
         activations.precise_swiglu(x, x, x),
         activations.precise_swiglu(many, many, other),
+        iquestloopcoder._silu_mul(x, x),
+        iquestloopcoder._silu_mul(many, other),
+        step3p5.clamped_swiglu(x, x, 0.5),
+        step3p5.clamped_swiglu(many, other, 0.5),
         *(module(x) for module in (depthwise, padded, full)),
         depthwise(x[:, :4]),
         attend(heads, heads, heads, scale=0.25, mask="causal"),
@@ -173,32 +192,92 @@ def test_installed_operations_give_what_mlx_gives(mlx_untouched: None, calls: li
     assert not calls
     for ours, theirs in zip(layers(), before, strict=True):
         assert distance(ours, np.array(theirs).astype(np.float64)) <= 2e-6
-    calls.remove("silu")  # and another where SwiGLU is compiled
-    assert [name for name in calls if name != "silu"] == [
-        "swiglu",
-        "swiglu",
-        "convolution",
-        "attention",
-    ]
+    others = [name for name in calls if name != "silu"]  # which is also called to compile SwiGLU
+    assert others == ["swiglu"] * 3 + ["convolution", "attention"]
+    assert calls.count("silu") >= 2
+
+
+@linux_x86
+def test_on_a_gpu_mlx_keeps_its_operations_after_all(
+    mlx_untouched: None, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cpu.install()
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    mx.eval(layers())
+    assert not calls
 
 
 @linux_x86
 @pytest.mark.parametrize("first", ["a token", "many tokens"])
+@pytest.mark.parametrize("name", ["qwen3_5", "iquestloopcoder"])
 def test_a_single_token_goes_through_mlx_own_operations(
-    first: str, mlx_untouched: None, calls: list[str]
+    name: str, first: str, mlx_untouched: None, calls: list[str]
 ) -> None:
     """Which are fewer, so decoding is no slower; whatever the model ran on first."""
+    model = zoo.tiny(name)
     assert cpu.install()
-    model = zoo.tiny("qwen3_5")
     caches = make_prompt_cache(model)
 
     def used(tokens: int) -> set[str]:
         calls.clear()
         mx.eval(model(mx.ones((1, tokens), mx.int32), cache=caches))
-        return set(calls) - {"silu"} if tokens > 1 else set(calls)
+        return set(calls)
 
     for tokens in (1, 512) if first == "a token" else (512, 1):
-        assert used(tokens) == (set() if tokens == 1 else {"swiglu", "convolution", "attention"})
+        if tokens == 1:
+            assert not used(1)
+        else:
+            assert {"swiglu", "attention"} <= used(512)
+
+
+def test_all_that_mlx_lm_compiles_around_silu_is_known() -> None:
+    """Else what it ran on first would decide the bits of all that follows."""
+    known = {(place.module, place.name) for place in cpu.COMPILED}
+    folder = Path(activations.__file__).parent
+    found = set()
+    for file in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            compiled = any("mx.compile" in ast.unparse(each) for each in node.decorator_list)
+            if compiled and "nn.silu" in ast.unparse(node):
+                found.add((file.stem, node.name))
+    assert found == known
+
+
+def odd_ones() -> list[mx.array]:
+    """Types that are mixed, and more queries than keys."""
+    heads, x = normal(1, 2, 40, 16), normal(1, 40, 24)
+    fewer = heads[:, :, :20]
+    depthwise = nn.Conv1d(24, 24, 4, groups=24)
+    depthwise.weight = normal(*depthwise.weight.shape)
+    attend = mx.fast.scaled_dot_product_attention
+    return [
+        depthwise(x.astype(mx.float16)),
+        attend(heads.astype(mx.float16), heads, heads, scale=0.25),
+        attend(heads, fewer, fewer, scale=0.25, mask="causal"),
+    ]
+
+
+@linux_x86
+def test_what_ours_does_not_know_is_left_to_mlx(mlx_untouched: None, calls: list[str]) -> None:
+    before = odd_ones()
+    assert cpu.install()
+    for ours, theirs in zip(odd_ones(), before, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert mx.array_equal(ours, theirs, equal_nan=True)
+    assert not calls
+
+
+@linux_x86
+def test_what_mlx_refuses_stays_refused(mlx_untouched: None) -> None:
+    assert cpu.install()
+    heads = normal(1, 2, 40, 16)
+    attend = mx.fast.scaled_dot_product_attention
+    with pytest.raises(ValueError, match="mask"):
+        attend(heads, heads, heads, scale=0.25, mask="another")
+    with pytest.raises(ValueError, match="batch"):
+        attend(heads, mx.concatenate([heads, heads]), heads, scale=0.25)
 
 
 @linux_x86

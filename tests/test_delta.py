@@ -365,10 +365,11 @@ def test_importing_rewarm_changes_nothing_in_mlx_lm() -> None:
     program = (
         "import sys, rewarm, rewarm.accel.cpu, rewarm.accel.delta, mlx.core as mx, mlx.nn as nn\n"
         "assert 'mlx_lm' not in sys.modules\n"
-        "assert nn.silu is not rewarm.accel.cpu.silu\n"
+        "assert nn.silu is not rewarm.accel.cpu._silu\n"
         "assert 'rewarm' not in nn.Conv1d.__call__.__module__\n"
         "assert 'rewarm' not in str(mx.fast.scaled_dot_product_attention)\n"
-        "from mlx_lm.models import gated_delta as found\n"
+        "from mlx_lm.models import activations, gated_delta as found\n"
+        "assert activations.swiglu is not rewarm.accel.cpu._swiglu\n"
         "assert found.gated_delta_ops.__module__ == found.__name__, found.gated_delta_ops\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from rewarm.accel import scans
+from rewarm.accel.replace import Place
 
 from . import zoo
 from .test_delta import distance, off_metal
@@ -96,10 +97,11 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     put = {}
     for place in scans.PLACES:
         module = sys.modules.get(f"mlx_lm.models.{place.module}")
-        if module is not None and place.module in scans._stock:
+        if module is not None:
             owner, name = owner_of(place)
-            put[place] = getattr(owner, name)
-            setattr(owner, name, scans._stock[place.module])
+            if name in scans._stock:
+                put[place] = getattr(owner, name)
+                setattr(owner, name, scans._stock[name])
     monkeypatch.delenv("REWARM_ACCEL", raising=False)
     yield
     for place in put:
@@ -107,7 +109,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         setattr(owner, name, place.ours)
 
 
-def owner_of(place: scans.Place) -> tuple[Any, str]:
+def owner_of(place: Place) -> tuple[Any, str]:
     owner: Any = sys.modules[f"mlx_lm.models.{place.module}"]
     *path, name = place.name.split(".")
     for each in path:
@@ -125,7 +127,7 @@ def logits(model: Any, tokens: mx.array, *cuts: int) -> Array:
 @off_metal
 @pytest.mark.parametrize("place", scans.PLACES, ids=lambda p: p.module)
 def test_a_model_gives_the_same_logits_however_its_prompt_is_cut(
-    place: scans.Place, untouched: None, monkeypatch: pytest.MonkeyPatch
+    place: Place, untouched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REWARM_ACCEL", "0")
     model = zoo.tiny(place.module)

@@ -80,7 +80,8 @@ def work(way: Way, layers: int, width: int, tokens: int) -> None:
     model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(config(layers, width))).eval()
     mx.eval(model.parameters())
     for name in way.installed:
-        importlib.import_module(f"rewarm.accel.{name}").install()
+        if not importlib.import_module(f"rewarm.accel.{name}").install():
+            sys.exit(f"rewarm.accel.{name} does nothing here: another device, or switched off")
     prompt = mx.random.randint(0, 8192, (1, tokens))
     caches: list[Any] = []
 

@@ -3,14 +3,13 @@
 There its exponential takes some 15 ns for a number, and a multiplication less than one. So a
 sigmoid is a quotient of polynomials here, attention has an exponential made of multiplications and
 additions, and a depthwise convolution is a sum of shifted products. All of them are more operations
-than MLX's own, so a single token goes through those.
+than MLX's own, so what is short goes through those.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -18,11 +17,12 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from . import is_off, say_once
+from . import is_off
+from .replace import Place, put
 
 nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow
 
-# tanh(x) = x P(x^2) / Q(x^2) up to TANH_END, to 1e-8; beyond it is 1 in float32.
+# tanh(x) = x P(x^2) / Q(x^2) up to TANH_END, to 1e-8; beyond it is 1 to 1.3e-7.
 TANH_END = 8.3
 TANH_P = (
     0.9999999906635215,
@@ -82,29 +82,9 @@ def install() -> bool:
         nn.silu = _silu
         nn.Conv1d.__call__ = _convolution
         mx.fast.scaled_dot_product_attention = _attention
-    _put("swiglu", ("gate", "x"), _swiglu)
-    _put("precise_swiglu", ("h", "gate", "x"), _precise_swiglu)
+    for place in COMPILED:
+        put(place, _stock, f"{place.name} stays as it is")
     return True
-
-
-def _put(name: str, parameters: tuple[str, ...], ours: Operation) -> None:
-    """In the place of mlx-lm's function, in whatever models of it are loaded.
-
-    It is compiled without shapes, so the SiLU that it finds at its first call, with however many
-    tokens, is its SiLU for ever.
-    """
-    try:
-        activations = importlib.import_module("mlx_lm.models.activations")
-        found: Operation = _stock.setdefault(name, getattr(activations, name))
-        takes = tuple(inspect.signature(found).parameters)
-        if takes != parameters:
-            raise TypeError(f"{name} takes {', '.join(takes)}")
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        say_once(f"{name} stays as it is", str(error))
-        return
-    for path, module in list(sys.modules.items()):
-        if path.startswith("mlx_lm.models.") and getattr(module, name, None) is found:
-            setattr(module, name, ours)
 
 
 def is_slow() -> bool:
@@ -127,18 +107,42 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return silu(gate) * x
 
 
+def _is_many(x: mx.array) -> bool:
+    return x.size >= MANY and mx.default_device() == mx.cpu
+
+
 def _silu(x: mx.array) -> mx.array:
-    return silu(x) if x.size >= MANY else _stock["silu"](x)
+    return silu(x) if _is_many(x) else _stock["silu"](x)
 
 
 def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    return swiglu(gate, x) if x.size >= MANY else _stock["swiglu"](gate, x)
+    return swiglu(gate, x) if _is_many(x) else _stock["swiglu"](gate, x)
+
+
+def _silu_mul(gate: mx.array, up: mx.array) -> mx.array:
+    return swiglu(gate, up) if _is_many(up) else _stock["_silu_mul"](gate, up)
 
 
 def _precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
-    if x.size < MANY:
+    if not _is_many(x):
         return _stock["precise_swiglu"](h, gate, x)
     return swiglu(gate.astype(mx.float32), x.astype(mx.float32)).astype(h.dtype)
+
+
+def _clamped_swiglu(x: mx.array, gate: mx.array, limit: float) -> mx.array:
+    if not _is_many(x):
+        return _stock["clamped_swiglu"](x, gate, limit)
+    return mx.minimum(silu(gate), limit) * mx.clip(x, -limit, limit)
+
+
+COMPILED = (
+    Place("activations", "swiglu", ("gate", "x"), _swiglu),
+    Place("activations", "precise_swiglu", ("h", "gate", "x"), _precise_swiglu),
+    Place("iquestloopcoder", "_silu_mul", ("gate", "up"), _silu_mul),
+    Place("step3p5", "clamped_swiglu", ("x", "gate", "limit"), _clamped_swiglu),
+)
+"""What mlx-lm compiles without shapes, with a SiLU in it. The one that it would find at its first
+call, with however many tokens, would be its SiLU for ever."""
 
 
 @functools.partial(mx.compile, shapeless=True)
@@ -190,7 +194,8 @@ def _convolution(self: Any, x: mx.array) -> mx.array:
     plain = (self.stride, self.padding, self.dilation) == (1, 0, 1)
     if (
         not (plain and depth == 1 and self.groups == channels == x.shape[-1])
-        or x.shape[1] < SHORTEST + taps
+        or x.shape[1] < SHORTEST + taps - 1
+        or x.dtype != self.weight.dtype
         or mx.default_device() != mx.cpu
     ):
         return _stock["convolution"](self, x)
@@ -245,7 +250,16 @@ def _attention(
     sinks: mx.array | None = None,
     **options: Any,
 ) -> mx.array:
-    if q.shape[2] < SHORTEST or sinks is not None or options or mx.default_device() != mx.cpu:
-        stock = _stock["attention"]
-        return stock(q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
-    return attention(q, k, v, scale=scale, mask=mask)
+    if sinks is None and not options and mx.default_device() == mx.cpu and _fits(q, k, v, mask):
+        return attention(q, k, v, scale=scale, mask=mask)
+    return _stock["attention"](q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
+
+
+def _fits(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> bool:
+    """Whether ours knows these. What is wrong with others is MLX's to say."""
+    tokens, context = q.shape[2], k.shape[2]
+    if tokens < SHORTEST or not context or not q.shape[0] == k.shape[0] == v.shape[0]:
+        return False
+    if isinstance(mask, str) and (mask != "causal" or tokens > context):
+        return False
+    return q.dtype == k.dtype == v.dtype

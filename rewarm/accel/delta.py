@@ -12,14 +12,14 @@ so all is matrix products, but for S that goes from chunk to chunk.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from . import cuda, is_off, say_once
+from . import cuda, is_off
+from .replace import check_parameters, say_once
 
 Rule = Callable[..., tuple[mx.array, mx.array]]
 
@@ -68,9 +68,7 @@ def install() -> bool:
         found: Rule = gated_delta.gated_delta_ops
         if found is _installed:
             return True
-        parameters = tuple(inspect.signature(found).parameters)
-        if parameters != PARAMETERS:
-            raise TypeError(f"gated_delta_ops takes {', '.join(parameters)}")
+        check_parameters(found, PARAMETERS)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         say_once("gated delta layers run token by token", str(error))
         return False

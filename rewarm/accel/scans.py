@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
-import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
-from . import cpu, is_off, say_once
+from . import cpu, is_off
 from .delta import (
     decay_by_head,
     in_chunks,
@@ -30,6 +27,7 @@ from .delta import (
     longest_chunk,
     out_of_chunks,
 )
+from .replace import Function, Place, put
 
 nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow
 
@@ -43,51 +41,16 @@ BLOCK = 64
 """Tokens of a state-space layer whose states are held at once: there are thousands of numbers in
 each."""
 
-Function = Callable[..., Any]
-
-
-class Place(NamedTuple):
-    """A function of mlx-lm, and ours."""
-
-    module: str
-    name: str
-    parameters: tuple[str, ...]
-    ours: Function
-
 
 _stock: dict[str, Function] = {}
 
 
 def install() -> bool:
-    """Make the models that are loaded use these; says whether any does.
-
-    What is not imported is left alone: to import all of mlx-lm's models would take long.
-    """
+    """Make the models that are loaded use these; says whether any does."""
     if is_off() or mx.metal.is_available():
         return False
-    used = [_put(place) for place in PLACES]
+    used = [put(p, _stock, f"{p.module}'s layers run token by token") for p in PLACES]
     return any(used)
-
-
-def _put(place: Place) -> bool:
-    module = sys.modules.get(f"mlx_lm.models.{place.module}")
-    if module is None:
-        return False
-    *path, name = place.name.split(".")
-    try:
-        owner = functools.reduce(getattr, path, module)
-        found: Function = getattr(owner, name)
-        if found is place.ours:
-            return True
-        parameters = tuple(inspect.signature(found).parameters)
-        if parameters != place.parameters:
-            raise TypeError(f"{place.name} takes {', '.join(parameters)}")
-    except (AttributeError, TypeError, ValueError) as error:
-        say_once(f"{place.module}'s layers run token by token", str(error))
-        return False
-    _stock[place.module] = found
-    setattr(owner, name, place.ours)
-    return True
 
 
 def scan(a: mx.array, x: mx.array, h: mx.array) -> tuple[mx.array, mx.array]:
@@ -128,7 +91,7 @@ def _step(a: mx.array, h: mx.array, x: mx.array) -> mx.array:
 def _rnn_scan(x: mx.array, a: mx.array, h0: mx.array | None) -> tuple[mx.array, mx.array]:
     """For `recurrent_gemma.rnn_scan`."""
     if x.shape[1] < PAYS:
-        found: tuple[mx.array, mx.array] = _stock["recurrent_gemma"](x, a, h0)
+        found: tuple[mx.array, mx.array] = _stock["rnn_scan"](x, a, h0)
         return found
     y, h = scan(mx.broadcast_to(a, x.shape), x, mx.zeros_like(x[:, 0]) if h0 is None else h0)
     return y.astype(x.dtype), h.astype(x.dtype)
@@ -147,11 +110,11 @@ def state_space(
     if h is None:
         h = mx.zeros((x.shape[0], *rates.shape), x.dtype)
     exp = cpu.exp if cpu.is_slow() else mx.exp
-    parts = []
+    parts, inputs = [], times * x
     for start in range(0, x.shape[1], BLOCK):
         part = slice(start, start + BLOCK)
         decay = exp((times[:, part, :, None] * rates).astype(mx.float32))
-        written = (times * x)[:, part, :, None] * writes[:, part, None]
+        written = inputs[:, part, :, None] * writes[:, part, None]
         states, h = scan(decay, written, h)
         parts.append((states @ reads[:, part, :, None].astype(mx.float32)).squeeze(-1))
     return mx.concatenate(parts, axis=1).astype(x.dtype), h.astype(x.dtype)
@@ -162,7 +125,7 @@ def _jamba_step(
 ) -> tuple[mx.array, mx.array]:
     """For `jamba.JambaMambaMixer.ssm_step`."""
     if x.shape[1] < PAYS:
-        found: tuple[mx.array, mx.array] = _stock["jamba"](self, x, rates, state)
+        found: tuple[mx.array, mx.array] = _stock["ssm_step"](self, x, rates, state)
         return found
     rank, size = self.time_step_rank, self.ssm_state_size
     times, writes, reads = mx.split(self.x_proj(x), [rank, rank + size], axis=-1)
@@ -176,7 +139,7 @@ def _mamba_sequence(
 ) -> Any:
     """For `mamba.MambaBlock._process_sequence`, which projects token by token as well."""
     if x.shape[1] < PAYS:
-        return _stock["mamba"](self, x, conv_cache, state_cache)
+        return _stock["_process_sequence"](self, x, conv_cache, state_cache)
     taps, rank, size = self.conv_kernel_size, self.time_step_rank, self.ssm_state_size
     x, gate = mx.split(self.in_proj(x), 2, axis=-1)
     if conv_cache is None:
@@ -200,7 +163,7 @@ def _gla(
     head."""
     batch, heads, length, key_dim = q.shape
     if length < PAYS:
-        found: tuple[mx.array, mx.array] = _stock["bailing_moe_linear"](q, k, v, g, scale, h)
+        found: tuple[mx.array, mx.array] = _stock["recurrent_gla"](q, k, v, g, scale, h)
         return found
     longest = longest_chunk(key_dim, v.shape[-1], by_key=False)
     cut = functools.partial(in_chunks, longest=longest, key_heads=heads)
@@ -221,7 +184,7 @@ def _gla(
 
 def _wkv7(self: Any, r: mx.array, *others: Any) -> tuple[mx.array, mx.array]:
     """For `rwkv7.Rwkv7TimeMixing._wkv7`."""
-    rule = wkv7 if r.shape[1] >= PAYS else functools.partial(_stock["rwkv7"], self)
+    rule = wkv7 if r.shape[1] >= PAYS else functools.partial(_stock["_wkv7"], self)
     found: tuple[mx.array, mx.array] = rule(r, *others)
     return found
 

@@ -39,14 +39,16 @@ def joined(*parts: Prompt) -> Prompt:
 
 
 class Counted:
-    """A model that counts the tokens it is run on."""
+    """A model that counts the tokens it is run on, and the passes."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self.computed = 0
+        self.passes = 0
 
     def __call__(self, tokens: mx.array, **options: Any) -> mx.array:
         self.computed += tokens.size
+        self.passes += 1
         result: mx.array = self._model(tokens, **options)
         return result
 

@@ -118,6 +118,61 @@ def test_a_first_token_does_not_wait_for_the_pass_after_it(name: str) -> None:
     assert seen == [50, 52, 53, 54]
 
 
+@pytest.mark.parametrize(
+    ("name", "reuse", "new", "passes"),
+    [
+        ("llama", "fast", 20, 1),
+        ("llama", "fast", 33, 2),  # the logits of so many are not worth it
+        ("llama", "exact", 20, 2),  # where the grid says what is computed together
+        ("qwen3_5", "fast", 20, 2),  # else its state before the last token would be lost
+        ("gpt_oss", "fast", 20, 2),
+    ],
+)
+def test_a_short_message_to_an_attention_model_is_one_pass(
+    name: str, reuse: str, new: int, passes: int
+) -> None:
+    counted, head = Counted(zoo.tiny(name)), prompt(65)
+    with engine(counted, reuse=reuse) as server:
+        answer(server, head, max_tokens=1)
+        counted.computed = counted.passes = 0
+        got = answer(server, joined(head, prompt(new, seed=1)), max_tokens=1)
+        again = answer(server, joined(head, prompt(new, seed=1)), max_tokens=1)
+    assert counted.passes == passes + 1
+    assert counted.computed == got.prefilled_tokens + again.prefilled_tokens
+    assert again.prefilled_tokens == 1
+    assert again.tokens == got.tokens
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=1.0, seed=7),
+        Sampling(repetition_penalty=1.3, logit_bias={3: 2.0}),
+    ],
+    ids=["greedy", "seeded", "processors"],
+)
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_the_last_token_of_a_prompt_gives_the_same_alone_and_with_those_before_it(
+    sampling: Sampling, kv_bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, model = prompt(64), zoo.tiny("llama")
+    options = {"sampling": sampling, "top_logprobs": 3, "max_tokens": 6}
+    found = []
+    for most in (0, runner.CPU_ONE_PASS):
+        monkeypatch.setattr(runner, "CPU_ONE_PASS", most)
+        monkeypatch.setattr(runner, "ONE_PASS", most)
+        cache = PrefixCache(model, memory="64MB", kv_bits=kv_bits, kv_group_size=32)
+        with engine(model, cache=cache) as server:
+            answer(server, head, max_tokens=1)
+            found.append(answer(server, joined(head, prompt(20, seed=1)), **options))
+    alone, together = found
+    assert together.tokens == alone.tokens
+    for a, b in zip(alone.sampled[0], together.sampled[0], strict=True):
+        assert b.logprob == pytest.approx(a.logprob, abs=1e-4)
+        assert [x.token for x in b.top] == [x.token for x in a.top]
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "llama", "gpt_oss"])
 def test_an_answer_of_one_token_is_stored_as_far_as_it_was_computed(name: str) -> None:
     counted, tokens = Counted(zoo.tiny(name)), prompt(50)

@@ -16,6 +16,8 @@ from .tree import Tokens, Tree, encode
 if TYPE_CHECKING:
     from types import TracebackType
 
+    import mlx.core as mx
+
     from .miss import Miss
     from .prefix import PrefixCache
 
@@ -85,6 +87,8 @@ class Lease:
         self.tokens = tokens
         self.data = encode(tokens)
         self.caches = caches
+        self.logits: mx.array | None = None
+        """What follows the last token, where prefill went through that, too."""
         self.match = match
         self.position = match.resume
         self.stored = match.resume

@@ -46,13 +46,15 @@ wrong mask or padding was seen to do is 0.17."""
 
 @dataclass(frozen=True)
 class Start:
-    """What a sequence begins to decode with. Its caches hold everything but the last token."""
+    """What a sequence begins to decode with. Its caches hold everything but the last token; where
+    the logits are there, which follow it, that as well."""
 
     id: int
     caches: list[Any]
     tokens: Tokens
     sampler: Sampler
     processors: list[Processor]
+    logits: mx.array | None = None
 
 
 class Step(NamedTuple):
@@ -72,8 +74,9 @@ class Batch:
     """
 
     def __init__(self, model: Any, start: Start) -> None:
+        known = start.logits
         self._generation = GenerationBatch(
-            model=model,
+            model=model if known is None else lambda inputs, cache: known,
             uids=[start.id],
             inputs=mx.array(start.tokens[-1:]),
             prompt_cache=start.caches,
@@ -85,6 +88,7 @@ class Batch:
             stop_sequences=[StopSequences()],
             max_tokens=[NO_LIMIT],
         )
+        self._generation.model = model
         self._merged = False
         self._lengths = [len(start.tokens)]
         self._ahead: set[int] = set()

@@ -14,7 +14,7 @@ import numpy as np
 
 from rewarm.accel.launch import is_cuda
 from rewarm.cache import Lease, PrefixCache
-from rewarm.cache.lease import Match
+from rewarm.cache.lease import Cut, Match
 from rewarm.cache.memory import device_bytes
 from rewarm.cache.miss import Miss
 from rewarm.cache.model import context_size
@@ -42,6 +42,10 @@ MOST_REHEARSED = 8
 """Tokens of an answer in it, and more than there are."""
 REHEARSED_IN = "4GB"
 """The memory that it may take."""
+
+ONE_PASS, CPU_ONE_PASS = 64, 32
+"""Tokens of a prompt's last piece with its last token: a pass less for whoever waits, but the model
+computes the logits of all of them."""
 
 MOST_ROOM = 4096
 """Tokens of an answer that a restored cache has room for; a longer one grows by copying."""
@@ -155,6 +159,7 @@ class Runner:
         """Of one sequence each, about to be shared."""
         self.prefilled_tokens = 0
         self.warm_tokens = 0
+        self.one_pass = CPU_ONE_PASS if mx.default_device() == mx.cpu else ONE_PASS
         self._since_clearing = 0
         self._kept = CUDA_KEEPS * device_bytes() if is_cuda() else 0
 
@@ -199,9 +204,13 @@ class Runner:
         lease = _leased(sequence)
         cut = next((c for c in lease.cuts if c.stop > lease.position), None)
         if cut is not None:
-            chunk = mx.array(lease.tokens[lease.position : cut.stop])
+            stop = cut.stop + self._takes_last_token(sequence, cut)
+            chunk = mx.array(lease.tokens[lease.position : stop])
             try:
-                self.model(chunk[None], cache=lease.caches)
+                logits = self.model(chunk[None], cache=lease.caches)
+                if stop > cut.stop:
+                    lease.logits = logits[:, -1:]
+                    mx.eval(lease.logits)
                 mx.eval([c.state for c in lease.caches])
             except BaseException:
                 lease.caches = []  # some layers have gone on, others not: nobody may store that
@@ -210,9 +219,24 @@ class Runner:
                 self.warm_tokens += chunk.size
             else:
                 self.prefilled_tokens += chunk.size
-            self.cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
+            self.cache.commit(lease, stop, checkpoint=cut.checkpoint)
             self._computed(chunk.size)
         return lease.position >= len(lease.tokens) - 1
+
+    def _takes_last_token(self, sequence: Sequence, cut: Cut) -> bool:
+        """Whether a piece goes through the prompt's last token, instead of a pass of its own.
+
+        Only where rows are all there is: else the same prompt again could not go on before it.
+        """
+        lease, layout = _leased(sequence), self.cache.layout
+        only_rows = layout.has_rows and not layout.has_state and not layout.has_window
+        return (
+            cut.stop == len(lease.tokens) - 1
+            and cut.stop - lease.position < self.one_pass
+            and only_rows
+            and self.cache.reuse == "fast"
+            and not sequence.warm
+        )
 
     def open(self, sequence: Sequence) -> Step:
         """Its first step, alone: what is wrong with it shows here."""
@@ -229,13 +253,14 @@ class Runner:
                     request.sampling, sequence.choice, len(sequence.generated), self.vocabulary
                 ),
                 processors=make_processors(request),
+                logits=lease.logits,
             ),
         )
-        # The batch has them now; held here too, they would be kept after it merged them.
-        lease.caches = []
         if not sequence.admitted:
             sequence.admitted = True
-            self.prefilled_tokens += 1
+            self.prefilled_tokens += lease.logits is None
+        # The batch has them now; held here too, they would be kept after it merged them.
+        lease.caches, lease.logits = [], None
         shares = self.batched and not sequence.isolated
         (self._opened if shares else self._alone).append(batch)
         return batch.first()

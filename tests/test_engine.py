@@ -129,8 +129,9 @@ def test_a_first_token_does_not_wait_for_the_pass_after_it(name: str) -> None:
     ],
 )
 def test_a_short_message_to_an_attention_model_is_one_pass(
-    name: str, reuse: str, new: int, passes: int
+    name: str, reuse: str, new: int, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(runner, "CUDA_ONE_PASS", runner.ONE_PASS)
     counted, head = Counted(zoo.tiny(name)), prompt(65)
     with engine(counted, reuse=reuse) as server:
         answer(server, head, max_tokens=1)
@@ -159,9 +160,9 @@ def test_the_last_token_of_a_prompt_gives_the_same_alone_and_with_those_before_i
     head, model = prompt(64), zoo.tiny("llama")
     options = {"sampling": sampling, "top_logprobs": 3, "max_tokens": 6}
     found = []
-    for most in (0, runner.CPU_ONE_PASS):
-        monkeypatch.setattr(runner, "CPU_ONE_PASS", most)
+    for most in (0, runner.ONE_PASS):
         monkeypatch.setattr(runner, "ONE_PASS", most)
+        monkeypatch.setattr(runner, "CUDA_ONE_PASS", most)
         cache = PrefixCache(model, memory="64MB", kv_bits=kv_bits, kv_group_size=32)
         with engine(model, cache=cache) as server:
             answer(server, head, max_tokens=1)

@@ -43,7 +43,7 @@ MOST_REHEARSED = 8
 REHEARSED_IN = "4GB"
 """The memory that it may take."""
 
-ONE_PASS, CPU_ONE_PASS = 64, 32
+ONE_PASS, CUDA_ONE_PASS = 32, 256
 """Tokens of a prompt's last piece with its last token: a pass less for whoever waits, but the model
 computes the logits of all of them."""
 
@@ -159,7 +159,7 @@ class Runner:
         """Of one sequence each, about to be shared."""
         self.prefilled_tokens = 0
         self.warm_tokens = 0
-        self.one_pass = CPU_ONE_PASS if mx.default_device() == mx.cpu else ONE_PASS
+        self._one_pass = CUDA_ONE_PASS if is_cuda() else ONE_PASS
         self._since_clearing = 0
         self._kept = CUDA_KEEPS * device_bytes() if is_cuda() else 0
 
@@ -232,7 +232,7 @@ class Runner:
         only_rows = layout.has_rows and not layout.has_state and not layout.has_window
         return (
             cut.stop == len(lease.tokens) - 1
-            and cut.stop - lease.position < self.one_pass
+            and cut.stop - lease.position < self._one_pass
             and only_rows
             and self.cache.reuse == "fast"
             and not sequence.warm

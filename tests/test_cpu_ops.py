@@ -130,7 +130,7 @@ def mlx_untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def with_ours() -> list[tuple[ModuleType, Place]]:
     """Modules of mlx-lm with a function of ours."""
     loaded = [each for name, each in sys.modules.items() if name.startswith(MODELS)]
-    return [(m, p) for m in loaded for p in cpu.COMPILED if vars(m).get(p.name) is p.ours]
+    return [(m, p) for m in loaded for p in cpu.COMPILED if getattr(m, p.name, 0) is p.ours]
 
 
 def layers() -> tuple[mx.array, ...]:
@@ -301,6 +301,21 @@ def test_an_unknown_swiglu_is_left_alone_with_one_line(
     assert len(caplog.records) == 1
     assert "swiglu stays as it is" in caplog.text
     assert getattr(activations, "swiglu", other) is other
+
+
+@linux_x86
+def test_who_wraps_ours_is_left_alone(mlx_untouched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu.install()
+    ours = activations.swiglu
+
+    def wrapped(gate: mx.array, x: mx.array) -> mx.array:
+        return ours(gate, x)
+
+    monkeypatch.setattr(activations, "swiglu", wrapped)
+    monkeypatch.setitem(sys.modules, f"{MODELS}blocked", None)
+    assert cpu.install()
+    assert activations.swiglu is wrapped
+    assert activations.swiglu(mx.ones(4), mx.ones(4)).shape == (4,)
 
 
 @pytest.mark.parametrize("why", ["switched off", "macOS", "another machine"])

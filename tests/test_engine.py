@@ -144,6 +144,23 @@ def test_a_short_message_to_an_attention_model_is_one_pass(
     assert again.tokens == got.tokens
 
 
+def test_logits_that_wait_for_a_place_in_the_batch_are_those_of_one_token() -> None:
+    model = zoo.tiny("llama")
+    cache = PrefixCache(model, memory="64MB")
+    ready = Runner(model, cache, cache.vocabulary)
+    request = Request(prompt(20), Collected(), 4)
+    sequence = runner.Sequence(0, request.tokens, request, max_tokens=4)
+    ready.start(sequence)
+    before = mx.get_active_memory()
+    assert ready.prefill(sequence)
+    assert sequence.lease is not None
+    assert sequence.lease.logits is not None
+    rows = sum(c.nbytes for c in sequence.lease.caches) + cache.stats().held
+    grown = mx.get_active_memory() - before - rows
+    assert grown < 4 * sequence.lease.logits.nbytes
+    ready.leave([sequence])
+
+
 @pytest.mark.parametrize(
     "sampling",
     [

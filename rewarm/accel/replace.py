@@ -39,13 +39,14 @@ def put(place: Place, stock: dict[str, Function], otherwise: str) -> bool:
         found: Function = getattr(owner, name)
         if found is not place.ours:
             check_parameters(found, place.parameters)
-            stock[name] = found
+            if stock.setdefault(name, found) is not found:
+                return False  # somebody else's, over ours
     except (AttributeError, TypeError, ValueError) as error:
         say_once(otherwise, str(error))
         return False
     setattr(owner, name, place.ours)
     for other, each in list(sys.modules.items()):
-        if other.startswith(MODELS) and vars(each).get(name) is stock[name]:
+        if other.startswith(MODELS) and getattr(each, name, None) is stock[name]:
             setattr(each, name, place.ours)
     return True
 

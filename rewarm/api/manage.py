@@ -52,6 +52,17 @@ _ASKED: dict[str, Any] = {
     ]
 }
 
+_CLEARED: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "give_back",
+            "in": "query",
+            "description": "false: its memory stays for what comes next.",
+            "schema": {"type": "string", "enum": ["true", "false"], "default": "true"},
+        }
+    ]
+}
+
 
 def manage_router(service: Service) -> APIRouter:
     router = APIRouter(tags=["Server"])
@@ -122,12 +133,15 @@ def manage_router(service: Service) -> APIRouter:
 
         return await service.off_loop(exchange_of(request), look)
 
-    @router.delete("/v1/cache", responses=errors(401, 503))
+    @router.delete("/v1/cache", responses=errors(400, 401, 503), openapi_extra=_CLEARED)
     async def clear(request: Request) -> Response:
-        """Forget everything."""
+        """Forget everything, and give the memory back to the system."""
+        give_back = request.query_params.get("give_back", "true")
+        if give_back not in ("true", "false"):
+            raise bad_request(f"give_back={give_back[:80]!r}: give true or false", "give_back")
 
         def forget() -> None:
-            engine.cache.clear()
+            engine.cache.clear(give_back=give_back == "true")
             service.tree.forget()
 
         await service.off_loop(exchange_of(request), forget)

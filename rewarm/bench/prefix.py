@@ -116,7 +116,7 @@ def _round(
         rounds[name].append(_ask(running, prompt, turn, answer))
     for _ in range(RESTORES):
         restores.take(running, tokens, turn)
-    running.cache.clear()
+    running.cache.clear(give_back=False)  # a running server has it
     gc.collect()
 
 

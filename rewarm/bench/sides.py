@@ -130,10 +130,10 @@ class Side:
         return int(read_metric(self.url, "rewarm_warm_ahead_tokens_total"))
 
     def clear(self) -> None:
-        """Forget everything; a peer has no way to, so its prompts must differ from round to
-        round."""
+        """Forget everything, but keep the memory: a peer has no way to do either, so its prompts
+        must differ from round to round."""
         if self.ours:
-            delete(f"{self.url}/v1/cache")
+            delete(f"{self.url}/v1/cache?give_back=false")
 
 
 def command(peer: str, model: str, port: int) -> list[str]:

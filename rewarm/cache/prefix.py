@@ -373,13 +373,16 @@ class PrefixCache:
             if not wait or not todo or refused:
                 return not todo and not refused
 
-    def clear(self) -> None:
-        """Forget everything, on disk too. Running requests go on, and store nothing more."""
+    def clear(self, *, give_back: bool = True) -> None:
+        """Forget everything, on disk too. Running requests go on, and store nothing more.
+
+        Its memory goes back to the system; without `give_back` it stays for what comes next."""
         with self._entered():
             self._forget()
             if self.disk is not None:
                 self.disk.forget()
-        heap.give_back()
+        if give_back:
+            heap.give_back()
 
     def close(self) -> None:
         """What the disk tier has is there for the next process."""

@@ -209,7 +209,7 @@ class Runner:
             try:
                 logits = self.model(chunk[None], cache=lease.caches)
                 if stop > cut.stop:
-                    lease.logits = logits[:, -1:]
+                    lease.logits = mx.contiguous(logits[:, -1:])  # not a view of all of them
                     mx.eval(lease.logits)
                 mx.eval([c.state for c in lease.caches])
             except BaseException:
@@ -218,7 +218,9 @@ class Runner:
             if sequence.warm:
                 self.warm_tokens += chunk.size
             else:
-                self.prefilled_tokens += chunk.size
+                # A token that was generated before a new start is none of the prompt's.
+                generated = sequence.admitted and stop > cut.stop
+                self.prefilled_tokens += chunk.size - generated
             self.cache.commit(lease, stop, checkpoint=cut.checkpoint)
             self._computed(chunk.size)
         return lease.position >= len(lease.tokens) - 1

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import BatchKVCache
 
 from rewarm.cache import Boundary, PrefixCache, restore
 from rewarm.cache.model import context_size
-from rewarm.engine import Engine, Loaded, Request, Sampled, Sampling, runner
+from rewarm.engine import Engine, Loaded, Request, Sampled, Sampling, rehearsal, runner
 from rewarm.engine import engine as engine_module
 from rewarm.engine.batch import CHECK_STEPS, Batch, decodes_in_batches
 from rewarm.engine.loop import Loop
@@ -815,7 +815,7 @@ def test_on_cuda_a_prompt_is_tried_out_before_anybody_asks(
     with engine(zoo.tiny(name)) as server:
         assert len(restored) == 2
         assert restored[0] == 0
-        assert restored[1] >= runner.REHEARSED - 2 * runner.APART
+        assert restored[1] >= rehearsal.REHEARSED - 2 * rehearsal.APART
         assert server.stats().prefilled_tokens == 0
         assert server.cache.stats().held == 0
         assert not used
@@ -830,7 +830,7 @@ def test_a_rehearsal_that_fails_is_logged(
     def fail(*_: Any) -> None:
         raise RuntimeError("no compiler")
 
-    rehearse = runner.rehearse
+    rehearse = rehearsal.rehearse
 
     def rehearsed(given: Runner) -> None:
         with monkeypatch.context() as during:

@@ -29,8 +29,9 @@ from rewarm.errors import ContextExceeded, InvalidOption, NotReady, QueueFull, R
 
 from .batch import decodes_in_batches, running_bytes
 from .loop import Loop
+from .rehearsal import rehearse
 from .request import Request
-from .runner import Runner, Sequence, rehearse
+from .runner import Runner, Sequence
 from .sampling import checked
 from .scheduler import Scheduler
 

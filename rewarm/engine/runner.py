@@ -17,12 +17,11 @@ from rewarm.cache import Lease, PrefixCache
 from rewarm.cache.lease import Cut, Match
 from rewarm.cache.memory import device_bytes
 from rewarm.cache.miss import Miss
-from rewarm.cache.model import context_size
 from rewarm.cache.placement import Boundary, Kind
 from rewarm.cache.tree import Tokens
 
 from .batch import MOST_PADDING, Batch, Costs, Start, Step, wastes_little
-from .request import Alternative, Finish, Report, Request, Sampled, Silent
+from .request import Alternative, Finish, Report, Request, Sampled
 from .sampling import make_processors, make_sampler
 
 log = logging.getLogger("rewarm.engine")
@@ -33,15 +32,6 @@ CLEAR_AFTER = 2048
 CUDA_KEEPS = 1 / 8
 """Of a CUDA GPU's memory that free buffers may take: new ones take longer than what is done with
 them. Where this process needs it for something else, MLX gives them back by itself."""
-
-REHEARSED = 400
-"""Tokens of a rehearsal."""
-APART = 40
-"""Tokens that its second prompt has more than its first."""
-MOST_REHEARSED = 8
-"""Tokens of an answer in it, and more than there are."""
-REHEARSED_IN = "4GB"
-"""The memory that it may take."""
 
 ONE_PASS, CUDA_ONE_PASS = 32, 256
 """Tokens of a prompt's last piece with its last token: a pass less for whoever waits, but the model
@@ -369,37 +359,6 @@ class Runner:
     @property
     def _batches(self) -> tuple[list[Batch], ...]:
         return self._shared, self._alone, self._opened
-
-
-def rehearse(runner: Runner) -> None:
-    """A prompt and another that goes on from it, answered together, in a cache of their own.
-
-    On CUDA MLX compiles most kernels when they are first used, for a second or two each: not while
-    somebody waits for an answer.
-    """
-    cache = PrefixCache(runner.model, memory=REHEARSED_IN, make_cache=runner.cache.blank)
-    alone = Runner(runner.model, cache, runner.vocabulary, runner.costs, runner.batched)
-    longest = min(REHEARSED, context_size(runner.model) - MOST_REHEARSED)
-    tokens = np.arange(longest, dtype=np.int32) * 7919 % runner.vocabulary
-    running: dict[int, Sequence] = {}
-    for length in (longest - APART, longest):
-        request = Request(tokens[:length], Silent(), max_tokens=MOST_REHEARSED)
-        sequence = Sequence(length, request.tokens, request, max_tokens=request.max_tokens)
-        running[sequence.id] = sequence
-        alone.start(sequence)
-        while not alone.prefill(sequence):
-            pass
-        sequence.give(alone.open(sequence).token)
-        failed = alone.join()
-        for _ in range(2):
-            steps, more = alone.decode()
-            failed += more
-            for step in steps:
-                if not step.given:
-                    running[step.id].give(step.token)
-        if failed:
-            raise failed[0].error
-    alone.leave(list(running.values()))
 
 
 def alternatives(logprobs: mx.array, token: int, count: int) -> Sampled:

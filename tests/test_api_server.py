@@ -19,7 +19,6 @@ from typing import Any
 import httpx
 import pytest
 
-from rewarm.accel import heap
 from rewarm.api.options import ServerOptions
 from rewarm.api.serve import Server
 from rewarm.engine.engine import Engine
@@ -387,17 +386,3 @@ def test_a_signal_ends_streams_properly_and_exits_with_0(number: signal.Signals)
     finally:
         process.kill()
         process.wait()
-
-
-def test_a_cleared_cache_may_keep_its_memory(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given_back: list[bool] = []
-    monkeypatch.setattr(heap, "give_back", lambda: given_back.append(True))
-    assert client.delete("/v1/cache?give_back=false").json() == {"cleared": True}
-    assert not given_back
-    assert client.delete("/v1/cache").json() == {"cleared": True}
-    assert given_back == [True]
-    refused = client.delete("/v1/cache?give_back=perhaps")
-    assert refused.status_code == 400
-    assert "give_back" in refused.json()["error"]["message"]

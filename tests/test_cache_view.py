@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
+from rewarm.accel import heap
 from rewarm.api import tree_view
 from rewarm.api.labels import Labels
 from rewarm.cache.survey import Surveyor
@@ -312,3 +313,17 @@ def test_what_is_on_disk_is_in_the_tree_too(
         only = [n for n in nodes if tuple(n["bytes"]) == ("disk",)]
         assert any("boat" in n["label"]["text"] for n in only)
     server.engine.cache.close()
+
+
+def test_a_cleared_cache_may_keep_its_memory(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[bool] = []
+    monkeypatch.setattr(heap, "give_back", lambda: given_back.append(True))
+    assert client.delete("/v1/cache?give_back=false").json() == {"cleared": True}
+    assert not given_back
+    assert client.delete("/v1/cache").json() == {"cleared": True}
+    assert given_back == [True]
+    refused = client.delete("/v1/cache?give_back=perhaps")
+    assert refused.status_code == 400
+    assert "give_back" in refused.json()["error"]["message"]

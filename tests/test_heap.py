@@ -6,9 +6,12 @@ import os
 import platform
 import subprocess
 import sys
+from typing import Any
 
+import mlx_lm
 import pytest
 
+import rewarm
 from rewarm.accel import heap
 
 glibc = pytest.mark.skipif(
@@ -91,6 +94,21 @@ def test_what_is_cleared_goes_back_to_the_system() -> None:
     ).stdout
     held, given_back = map(int, told.split())
     assert given_back > 0.8 * held
+
+
+def test_weights_are_loaded_before_anything_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    stock = mlx_lm.load
+
+    def loading(*args: Any, **options: Any) -> Any:
+        loaded = stock(*args, **options)
+        order.append("loaded")
+        return loaded
+
+    monkeypatch.setattr(mlx_lm, "load", loading)
+    monkeypatch.setattr(heap, "install", lambda: order.append("set"))
+    rewarm.load("pocket")
+    assert order == ["loaded", "set"]
 
 
 def test_elsewhere_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

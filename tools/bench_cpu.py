@@ -144,8 +144,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.width < 128 or options.width % 128:
+        parser.error(f"--width {options.width}: give a multiple of 128")
+    if min(options.layers, options.tokens, options.rounds) < 1:
+        parser.error("--layers, --tokens and --rounds: give 1 or more")
     if options.worker is not None:
         return work(WAYS[options.worker], options.layers, options.width, options.tokens)
+    print(f"starting {len(WAYS)} processes", file=sys.stderr, flush=True)
     workers = [start(number, options) for number in range(len(WAYS))]
     prefills, steps = [], []
     for i in range(options.rounds):

@@ -15,6 +15,7 @@ def install(*, loaded: bool = True) -> None:
     """In this process, where it is faster on the device at hand (docs/accel.md).
 
     Some of it is for single models, and waits for them: to be called again once one is loaded.
+    Before that, with `loaded=False`: weights decode faster from where MLX puts them by itself.
     """
     from rewarm.accel import cpu, cuda_attention, cuda_convolution, delta, heap, scans
 

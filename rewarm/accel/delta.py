@@ -12,7 +12,7 @@ so all is matrix products, but for S that goes from chunk to chunk.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -30,6 +30,9 @@ SMALL_CPU_CHUNK = 16
 # OpenBLAS splits larger products (m * n * k) among threads. Thousands of small ones then wait for
 # one another, and on cores that other programs use a wait is a time slice.
 ONE_THREAD = 2**18
+# Numbers of a stretch's keys, in all heads. What is made of them then stays in a core's caches, and
+# the next stretch finds it there: at a few times this, all of it goes through memory.
+STRETCH = 2**17
 # Where a chunk overtakes the loop: tokens on a GPU, tokens times the state's size on a CPU.
 GPU_PAYS = 8
 CPU_PAYS = 2**17
@@ -125,65 +128,91 @@ def chunked(
     if mask is not None:
         beta = mx.where(mask[..., None], beta, 0)
         g = mx.where(mask[..., None] if g.ndim == 3 else mask[..., None, None], g, 1)
+    if state is None:
+        state = mx.zeros((batch, heads, value_dim, key_dim))
+    state = state.astype(mx.float32).reshape(1, batch, key_heads, -1, value_dim, key_dim)
+    state = state.swapaxes(-1, -2)
+    outputs = []
+    for part in stretches(length, batch * heads * key_dim):
+        given = (x[:, part] for x in (q, k, v, g, beta))
+        y, state = _stretch(*given, state)
+        outputs.append(y)
+    state = state.swapaxes(-1, -2).reshape(batch, heads, value_dim, key_dim)
+    return mx.concatenate(outputs, axis=1), state
 
-    longest = longest_chunk(key_dim, value_dim, by_key=g.ndim == 4)
-    count = -(-length // longest)
-    cut = functools.partial(in_chunks, longest=longest, key_heads=key_heads)
+
+def _stretch(
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """As `chunked`, with the state as [1, B, Hk, Hv / Hk, Dk, Dv]."""
+    length, key_heads, key_dim = q.shape[1:]
+    by_key = g.ndim == 4
+    size = chunk_size(length, key_dim, v.shape[-1], by_key)
+    cut = functools.partial(in_chunks, size=size, key_heads=key_heads)
     keys, values, writes = cut(k), cut(v), cut(beta)
-    decay = decay_by_head if g.ndim == 3 else _decay_by_key
+    decay = _decay_by_key if by_key else decay_by_head
     decayed = decay(cut(q), keys, cut(g, padding=1))
 
     solved = inverse([writes[..., None] * part for part in decayed.key_products])
     solved = solved * writes[..., None, :]
-    deltas_alone = solved @ values  # the deltas from a state of zeros
+    alone = solved @ values  # the deltas from a state of zeros
     reads = solved @ decayed.keys  # what the state takes from them
+    y_alone = decayed.query_products @ alone
+    y_reads = mx.addmm(decayed.queries, decayed.query_products, reads, alpha=-1)
 
-    if state is None:
-        state = mx.zeros((batch, heads, value_dim, key_dim))
-    state = state.astype(mx.float32).reshape(batch, key_heads, -1, value_dim, key_dim)
-    seen, deltas = [], []
-    for n in range(count):
-        before = state.swapaxes(-1, -2)
-        delta = mx.addmm(deltas_alone[:, :, :, n], reads[:, :, :, n], before, alpha=-1)
+    chunks = (alone, reads, y_alone, y_reads, decayed.whole, decayed.keys_left)
+    outputs = []
+    for alone, reads, y_alone, y_reads, whole, left in each_chunk(*chunks):
         # Here, and not for all chunks at once: their states together are too much memory.
-        seen.append(decayed.queries[:, :, :, n] @ before)
-        deltas.append(delta)
-        state = mx.addmm(
-            state * decayed.whole[:, :, :, n], delta.swapaxes(-1, -2), decayed.keys_left[:, :, :, n]
-        )
-
-    y = mx.addmm(mx.stack(seen, axis=3), decayed.query_products, mx.stack(deltas, axis=3))
-    y = out_of_chunks(y, length).astype(q.dtype)
-    return y, state.reshape(batch, heads, value_dim, key_dim)
+        outputs.append(mx.addmm(y_alone, y_reads, state))
+        delta = mx.addmm(alone, reads, state, alpha=-1)
+        state = mx.addmm(state * whole, left.swapaxes(-1, -2), delta)
+    return out_of_chunks(mx.concatenate(outputs), length).astype(q.dtype), state
 
 
-def in_chunks(x: mx.array, longest: int, key_heads: int, padding: int = 0) -> mx.array:
-    """[B, T, H, ...] as float32 [B, Hk, H / Hk, count, size, ...]"""
-    batch, length, heads = x.shape[:3]
+def stretches(length: int, width: int) -> Iterator[slice]:
+    """The tokens to take at once, of so many numbers each."""
+    step = length
+    if mx.default_device() == mx.cpu:
+        step = max(CPU_CHUNK, STRETCH // width // CPU_CHUNK * CPU_CHUNK)
+    return (slice(start, start + step) for start in range(0, length, step))
+
+
+def chunk_size(length: int, key_dim: int, value_dim: int, by_key: bool) -> int:
+    """A chunk's tokens: the work for a token grows with them, the number of steps falls."""
+    longest = CPU_CHUNK
+    if mx.default_device() != mx.cpu:
+        longest = GPU_CHUNK
+    elif by_key or CPU_CHUNK * key_dim * value_dim > ONE_THREAD:
+        longest = SMALL_CPU_CHUNK
+    if by_key:  # as `products_by_key` wants it
+        return min(longest, max(2, 1 << (length - 1).bit_length()))
     count = -(-length // longest)
-    size = -(-length // count)  # alike, so that the last one is not mostly padding
+    return -(-length // count)  # alike, so that the last one is not mostly padding
+
+
+def in_chunks(x: mx.array, size: int, key_heads: int, padding: int = 0) -> mx.array:
+    """[B, T, H, ...] as float32 [count, B, Hk, H / Hk, size, ...]"""
+    batch, length, heads = x.shape[:3]
+    count = -(-length // size)
     missing = count * size - length
     if missing:
         x = mx.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), constant_values=padding)
     x = x.astype(mx.float32)
     x = x.reshape(batch, count, size, key_heads, heads // key_heads, *x.shape[3:])
-    return mx.contiguous(x.transpose(0, 3, 4, 1, 2, *range(5, x.ndim)))
+    return mx.contiguous(x.transpose(1, 0, 3, 4, 2, *range(5, x.ndim)))
+
+
+def each_chunk(*arrays: mx.array) -> Iterator[tuple[mx.array, ...]]:
+    """Chunk by chunk what `in_chunks` has joined. The first axis stays."""
+    return zip(*(mx.split(x, x.shape[0]) for x in arrays), strict=True)
 
 
 def out_of_chunks(y: mx.array, length: int) -> mx.array:
-    """[B, Hk, H / Hk, count, size, D] as [B, T, H, D]"""
-    batch, key_heads, shared_by, count, size, dim = y.shape
-    y = y.transpose(0, 3, 4, 1, 2, 5).reshape(batch, count * size, key_heads * shared_by, dim)
+    """[count, B, Hk, H / Hk, size, D] as [B, T, H, D]"""
+    count, batch, key_heads, shared_by, size, dim = y.shape
+    y = y.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * size, key_heads * shared_by, dim)
     return y[:, :length]
-
-
-def longest_chunk(key_dim: int, value_dim: int, by_key: bool) -> int:
-    """A chunk's length, at most: a token's work grows with it, the number of steps falls."""
-    if mx.default_device() != mx.cpu:
-        return GPU_CHUNK
-    if by_key or CPU_CHUNK * key_dim * value_dim > ONE_THREAD:
-        return SMALL_CPU_CHUNK
-    return CPU_CHUNK
 
 
 def decay_by_head(q: mx.array, k: mx.array, g: mx.array) -> Decayed:
@@ -204,35 +233,59 @@ def decay_by_head(q: mx.array, k: mx.array, g: mx.array) -> Decayed:
 
 
 def _decay_by_key(q: mx.array, k: mx.array, g: mx.array) -> Decayed:
-    """The decay from s to t as that from s to a point between, and on to t.
-
-    Every pair has such a point: between the two blocks where `levels` parts them. Both factors are
-    products of gates, so neither overflows, as a quotient of products from the start would.
-    """
-    size, key_dim = g.shape[-2:]
-    parting = levels(size)
-    missing = 2 ** len(parting) - size
-    padded = mx.pad(g, [(0, 0)] * (g.ndim - 2) + [(0, missing), (0, 0)]) if missing else g
-    key_products = []
-    query_products = (q * k).sum(axis=-1, keepdims=True) * mx.eye(size)
-    for i, level in enumerate(parting):
-        entered, left_keys = g, k.swapaxes(-1, -2)
-        if i:  # a block of one token has nothing but that token's gate
-            blocks = padded.reshape(*g.shape[:-2], -1, 2**i, key_dim)
-            entered = mx.cumprod(blocks, axis=-2).reshape(padded.shape)[..., :size, :]
-            left = mx.cumprod(blocks, axis=-2, reverse=True, inclusive=False)
-            left_keys = (k * left.reshape(padded.shape)[..., :size, :]).swapaxes(-1, -2)
-        key_products.append(((k * entered) @ left_keys) * level)
-        query_products = query_products + ((q * entered) @ left_keys) * level
+    products = products_by_key(
+        mx.stack([k * g, q * g], axis=-3), k[..., None, :, :], g[..., None, :, :]
+    )
+    query_products = (q * k).sum(axis=-1, keepdims=True) * mx.eye(g.shape[-2])
+    for part in products:
+        query_products = query_products + part[..., 1, :, 0, :]
     start = mx.cumprod(g, axis=-2)
     return Decayed(
-        key_products=key_products,
+        key_products=[part[..., 0, :, 0, :] for part in products],
         query_products=query_products,
         queries=q * start,
         keys=k * start,
         keys_left=k * mx.cumprod(g, axis=-2, reverse=True, inclusive=False),
-        whole=start[..., -1:, :],
+        whole=start[..., -1, :, None],
     )
+
+
+def products_by_key(reads: mx.array, writes: mx.array, gates: mx.array) -> list[mx.array]:
+    """Some vectors [..., R, size, D] times others [..., W, size, D]: t with s, decayed by the gates
+    between them, for s < t. In parts [..., R, size, W, size], as `levels` has them.
+
+    The size is a power of 2, and the gates are [..., 1, size, D].
+
+    The decay from s to t is that from s to a point between, and on to t: between the two blocks
+    where `levels` parts them. Both factors are products of gates, so neither overflows, as a
+    quotient of products from the start would.
+    """
+    size, dim = gates.shape[-2:]
+    read_count, write_count = reads.shape[-3], writes.shape[-3]
+    found = []
+    for i, level in enumerate(levels(size)):
+        pairs = (size >> i + 1, 2, 1 << i)
+        blocks = gates.reshape(*gates.shape[:-2], *pairs, dim)
+        first = writes.reshape(*writes.shape[:-2], *pairs, dim)[..., 0, :, :]
+        second = reads.reshape(*reads.shape[:-2], *pairs, dim)[..., 1, :, :]
+        if i:  # nothing is between a block of one token and the next
+            left = mx.cumprod(blocks, axis=-2, reverse=True, inclusive=False)
+            entered = mx.cumprod(blocks, axis=-2, inclusive=False)
+            first = first * left[..., 0, :, :]
+            second = second * entered[..., 1, :, :]
+        first = first.reshape(*first.shape[:-4], write_count * size // 2, dim)
+        second = second.reshape(*second.shape[:-4], read_count * size // 2, dim)
+        products = second @ first.swapaxes(-1, -2)
+        lead = products.shape[:-2]
+        one = (size >> i + 1, 1, 1 << i)
+        products = products.reshape(*lead, read_count, *one, write_count, *one)
+        to_second = [(0, 0), (1, 0), (0, 0)]
+        to_first = [(0, 0), (0, 1), (0, 0)]
+        none = [(0, 0)]
+        products = mx.pad(products, none * (len(lead) + 1) + to_second + none + to_first)
+        products = products.reshape(*lead, read_count, size, write_count, size)
+        found.append(products * level[:, None])
+    return found
 
 
 def inverse(parts: Sequence[mx.array]) -> mx.array:

@@ -20,12 +20,14 @@ import mlx.core as mx
 
 from . import cpu, is_off
 from .delta import (
+    chunk_size,
     decay_by_head,
+    each_chunk,
     in_chunks,
     inverse,
-    levels,
-    longest_chunk,
     out_of_chunks,
+    products_by_key,
+    stretches,
 )
 from .replace import Function, Place, put
 
@@ -165,21 +167,21 @@ def _gla(
     if length < PAYS:
         found: tuple[mx.array, mx.array] = _stock["recurrent_gla"](q, k, v, g, scale, h)
         return found
-    longest = longest_chunk(key_dim, v.shape[-1], by_key=False)
-    cut = functools.partial(in_chunks, longest=longest, key_heads=heads)
+    size = chunk_size(length, key_dim, v.shape[-1], by_key=False)
+    cut = functools.partial(in_chunks, size=size, key_heads=heads)
     gates = mx.broadcast_to(mx.exp(g.astype(mx.float32)), (batch, length, heads))
     q, k, values = (cut(x.swapaxes(1, 2)) for x in (q * scale, k, v))
     decayed = decay_by_head(q, k, cut(gates, padding=1))
     state = mx.zeros((batch, heads, key_dim, v.shape[-1])) if h is None else h.astype(mx.float32)
-    state = state[:, :, None]
-    writes = decayed.keys_left.swapaxes(-1, -2)
-    seen = []
-    for n in range(q.shape[3]):
-        seen.append(decayed.queries[:, :, :, n] @ state)
-        state = mx.addmm(state * decayed.whole[:, :, :, n], writes[:, :, :, n], values[:, :, :, n])
-    y = mx.addmm(mx.stack(seen, axis=3), decayed.query_products, values)
-    y = out_of_chunks(y, length).swapaxes(1, 2)
-    return y.astype(v.dtype), state.squeeze(2).astype(v.dtype)
+    state = state[None, :, :, None]
+    y_alone = decayed.query_products @ values
+    chunks = (values, y_alone, decayed.queries, decayed.whole, decayed.keys_left)
+    outputs = []
+    for values, y_alone, y_reads, whole, left in each_chunk(*chunks):
+        outputs.append(mx.addmm(y_alone, y_reads, state))
+        state = mx.addmm(state * whole, left.swapaxes(-1, -2), values)
+    y = out_of_chunks(mx.concatenate(outputs), length).swapaxes(1, 2)
+    return y.astype(v.dtype), state.reshape(batch, heads, key_dim, -1).astype(v.dtype)
 
 
 def _wkv7(self: Any, r: mx.array, *others: Any) -> tuple[mx.array, mx.array]:
@@ -200,55 +202,55 @@ def wkv7(
 ) -> tuple[mx.array, mx.array]:
     """All [B, T, H, D], the state [B, H, Dv, Dk]; gates are multiplied only, as in `delta`."""
     batch, length, heads, dim = r.shape
+    h = mx.zeros((batch, heads, dim, dim), r.dtype) if state is None else state
+    dtype = h.dtype
+    h = h.astype(mx.float32).swapaxes(-1, -2)[None, :, :, None]
+    outputs = []
+    for part in stretches(length, batch * heads * dim):
+        given = (x[:, part] for x in (r, w, k, v, a, b))
+        y, h = _wkv7_stretch(*given, h)
+        outputs.append(y)
+    h = h.reshape(batch, heads, dim, dim).swapaxes(-1, -2)
+    return mx.concatenate(outputs, axis=1), h.astype(dtype)
+
+
+def _wkv7_stretch(
+    r: mx.array, w: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, h: mx.array
+) -> tuple[mx.array, mx.array]:
+    length, heads, dim = r.shape[1:]
     dtype = r.dtype
-    longest = longest_chunk(dim, dim, by_key=True)
-    cut = functools.partial(in_chunks, longest=longest, key_heads=heads)
+    size = chunk_size(length, dim, dim, by_key=True)
+    cut = functools.partial(in_chunks, size=size, key_heads=heads)
     r, k, v, a, b = (cut(x) for x in (r, k, v, a, b))
     w = cut(w, padding=1)
-    size = w.shape[-2]
-    parting = levels(size)
-    missing = 2 ** len(parting) - size
-    padded = mx.pad(w, [(0, 0)] * (w.ndim - 2) + [(0, missing), (0, 0)]) if missing else w
+    products = products_by_key(
+        mx.stack([a, r * w], axis=-3), mx.stack([b, k], axis=-3), w[..., None, :, :]
+    )
     diagonal = mx.eye(size)
     from_u = (r * b).sum(axis=-1, keepdims=True) * diagonal
     from_v = (r * k).sum(axis=-1, keepdims=True) * diagonal
-    reads_u, reads_v = [], mx.zeros((size, size))
-    for i, level in enumerate(parting):
-        blocks = padded.reshape(*w.shape[:-2], -1, 2**i, dim)
-
-        entering = mx.cumprod(blocks, axis=-2, inclusive=False)
-        entered = mx.cumprod(blocks, axis=-2)
-        left = mx.cumprod(blocks, axis=-2, reverse=True, inclusive=False)
-        entering, entered, left = (
-            each.reshape(padded.shape)[..., :size, :] for each in (entering, entered, left)
-        )
-        written = mx.concatenate([b * left, k * left], axis=-2).swapaxes(-1, -2)
-        read = mx.concatenate([a * entering, r * entered], axis=-2)
-        products = read @ written
-        reads_u.append(-products[..., :size, :size] * level)
-        reads_v = reads_v + products[..., :size, size:] * level
-        from_u = from_u + products[..., size:, :size] * level
-        from_v = from_v + products[..., size:, size:] * level
+    reads_v = mx.zeros((size, size))
+    for part in products:
+        reads_v = reads_v + part[..., 0, :, 1, :]
+        from_u = from_u + part[..., 1, :, 0, :]
+        from_v = from_v + part[..., 1, :, 1, :]
     start = mx.cumprod(w, axis=-2)
     left = mx.cumprod(w, axis=-2, reverse=True, inclusive=False)
-    solved = inverse(reads_u)
+    solved = inverse([-part[..., 0, :, 0, :] for part in products])
     u_alone = solved @ (reads_v @ v)
     u_reads = solved @ (a * mx.cumprod(w, axis=-2, inclusive=False))
-    b_left, k_left, written = b * left, k * left, v.swapaxes(-1, -2)
-    queries = r * start
-    if state is None:
-        state = mx.zeros((batch, heads, dim, dim), dtype)
-    h = state.astype(mx.float32)[:, :, None]
-    seen, us = [], []
-    for n in range(w.shape[3]):
-        before = h.swapaxes(-1, -2)
-        u = mx.addmm(u_alone[:, :, :, n], u_reads[:, :, :, n], before)
-        seen.append(queries[:, :, :, n] @ before)
-        us.append(u)
-        h = mx.addmm(h * start[:, :, :, n, -1:], written[:, :, :, n], k_left[:, :, :, n])
-        h = mx.addmm(h, u.swapaxes(-1, -2), b_left[:, :, :, n])
-    y = mx.addmm(mx.stack(seen, axis=3), from_u, mx.stack(us, axis=3)) + from_v @ v
-    return out_of_chunks(y, length).astype(dtype), h.squeeze(2).astype(state.dtype)
+    y_alone = mx.addmm(from_v @ v, from_u, u_alone)
+    y_reads = mx.addmm(r * start, from_u, u_reads)
+    whole = start[..., -1, :, None]
+    outputs = []
+    for u_alone, u_reads, y_alone, y_reads, v, whole, b_left, k_left in each_chunk(
+        u_alone, u_reads, y_alone, y_reads, v, whole, b * left, k * left
+    ):
+        outputs.append(mx.addmm(y_alone, y_reads, h))
+        u = mx.addmm(u_alone, u_reads, h)
+        h = mx.addmm(h * whole, k_left.swapaxes(-1, -2), v)
+        h = mx.addmm(h, b_left.swapaxes(-1, -2), u)
+    return out_of_chunks(mx.concatenate(outputs), length).astype(dtype), h
 
 
 PLACES = (

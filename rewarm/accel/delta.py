@@ -134,8 +134,7 @@ def chunked(
     state = state.swapaxes(-1, -2)
     outputs = []
     for part in stretches(length, batch * heads * key_dim):
-        given = (x[:, part] for x in (q, k, v, g, beta))
-        y, state = _stretch(*given, state)
+        y, state = _stretch(q[:, part], k[:, part], v[:, part], g[:, part], beta[:, part], state)
         outputs.append(y)
     state = state.swapaxes(-1, -2).reshape(batch, heads, value_dim, key_dim)
     return mx.concatenate(outputs, axis=1), state

@@ -207,8 +207,9 @@ def wkv7(
     h = h.astype(mx.float32).swapaxes(-1, -2)[None, :, :, None]
     outputs = []
     for part in stretches(length, batch * heads * dim):
-        given = (x[:, part] for x in (r, w, k, v, a, b))
-        y, h = _wkv7_stretch(*given, h)
+        y, h = _wkv7_stretch(
+            r[:, part], w[:, part], k[:, part], v[:, part], a[:, part], b[:, part], h
+        )
         outputs.append(y)
     h = h.reshape(batch, heads, dim, dim).swapaxes(-1, -2)
     return mx.concatenate(outputs, axis=1), h.astype(dtype)
@@ -242,10 +243,9 @@ def _wkv7_stretch(
     y_alone = mx.addmm(from_v @ v, from_u, u_alone)
     y_reads = mx.addmm(r * start, from_u, u_reads)
     whole = start[..., -1, :, None]
+    chunks = (u_alone, u_reads, y_alone, y_reads, whole, b * left, k * left, v)
     outputs = []
-    for u_alone, u_reads, y_alone, y_reads, v, whole, b_left, k_left in each_chunk(
-        u_alone, u_reads, y_alone, y_reads, v, whole, b * left, k * left
-    ):
+    for u_alone, u_reads, y_alone, y_reads, whole, b_left, k_left, v in each_chunk(*chunks):
         outputs.append(mx.addmm(y_alone, y_reads, h))
         u = mx.addmm(u_alone, u_reads, h)
         h = mx.addmm(h * whole, k_left.swapaxes(-1, -2), v)

@@ -196,6 +196,24 @@ def test_every_chunk_length_is_right(
 
 
 @pytest.mark.parametrize("by_key", [False, True])
+def test_a_prompt_in_stretches_is_right(by_key: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, where a long prompt's arrays are larger than its caches."""
+    parts = [slice(0, 64), slice(64, 69), slice(69, 70), slice(70, 150)]
+    monkeypatch.setattr(delta, "stretches", lambda length, width: iter(parts))
+    assert_right(inputs(Case(150, by_key, batch=2, shared_by=2, masked=0.2)), 1e-5)
+
+
+def test_stretches_are_all_of_a_prompt_and_no_larger_than_they_may_be() -> None:
+    for width in (1, 512, 4096, 2**20):
+        for length in (1, 31, 32, 33, 1000):
+            parts = list(delta.stretches(length, width))
+            assert [t for part in parts for t in range(length)[part]] == list(range(length))
+            if mx.default_device() == mx.cpu:
+                longest = len(range(length)[parts[0]])
+                assert longest <= max(delta.CPU_CHUNK, delta.STRETCH // width)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
 def test_gates_of_zero_forget_everything(by_key: bool) -> None:
     given = inputs(Case(100, by_key, gates=(0.0, 0.0)))
     assert_right(given, 1e-5)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from rewarm.accel import scans
+from rewarm.accel import delta, scans
 from rewarm.accel.replace import Place
 
 from . import zoo
@@ -56,7 +56,11 @@ def test_a_scan_gives_what_the_loop_gives(
 
 @pytest.mark.parametrize("between", GATES)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_wkv7_gives_what_the_rule_gives(length: int, between: tuple[float, float]) -> None:
+@pytest.mark.parametrize("stretch", [delta.STRETCH, 1], ids=["whole", "stretches"])
+def test_wkv7_gives_what_the_rule_gives(
+    length: int, between: tuple[float, float], stretch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta, "STRETCH", stretch)
     shape = (2, length, 3, 16)
     r, k, v, a, state = drawn(*[shape] * 4, (2, 3, 16, 16))
     a /= np.linalg.norm(a, axis=-1, keepdims=True)

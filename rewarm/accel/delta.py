@@ -30,7 +30,7 @@ SMALL_CPU_CHUNK = 16
 # OpenBLAS splits larger products (m * n * k) among threads. Thousands of small ones then wait for
 # one another, and on cores that other programs use a wait is a time slice.
 ONE_THREAD = 2**18
-# Numbers of a stretch's keys, in all heads. What is made of them then stays in a core's caches, and
+# Numbers of a stretch's keys, in all heads of a prompt. What is made of them then stays in a core's caches, and
 # the next stretch finds it there: at a few times this, all of it goes through memory.
 STRETCH = 2**17
 # Where a chunk overtakes the loop: tokens on a GPU, tokens times the state's size on a CPU.
@@ -133,10 +133,10 @@ def chunked(
     state = state.astype(mx.float32).reshape(1, batch, key_heads, -1, value_dim, key_dim)
     state = state.swapaxes(-1, -2)
     outputs = []
-    for part in stretches(length, batch * heads * key_dim):
+    for part in stretches(length, heads * key_dim):
         y, state = _stretch(q[:, part], k[:, part], v[:, part], g[:, part], beta[:, part], state)
         outputs.append(y)
-    state = state.swapaxes(-1, -2).reshape(batch, heads, value_dim, key_dim)
+    state = mx.contiguous(state.swapaxes(-1, -2)).reshape(batch, heads, value_dim, key_dim)
     return mx.concatenate(outputs, axis=1), state
 
 
@@ -170,7 +170,8 @@ def _stretch(
 
 
 def stretches(length: int, width: int) -> Iterator[slice]:
-    """The tokens to take at once, of so many numbers each."""
+    """The tokens to take at once, of so many numbers each: of one prompt, since a prompt is to give
+    the same bits in a batch as alone."""
     step = length
     if mx.default_device() == mx.cpu:
         step = max(CPU_CHUNK, STRETCH // width // CPU_CHUNK * CPU_CHUNK)

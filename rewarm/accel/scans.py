@@ -206,12 +206,12 @@ def wkv7(
     dtype = h.dtype
     h = h.astype(mx.float32).swapaxes(-1, -2)[None, :, :, None]
     outputs = []
-    for part in stretches(length, batch * heads * dim):
+    for part in stretches(length, heads * dim):
         y, h = _wkv7_stretch(
             r[:, part], w[:, part], k[:, part], v[:, part], a[:, part], b[:, part], h
         )
         outputs.append(y)
-    h = h.reshape(batch, heads, dim, dim).swapaxes(-1, -2)
+    h = mx.contiguous(h.swapaxes(-1, -2)).reshape(batch, heads, dim, dim)
     return mx.concatenate(outputs, axis=1), h.astype(dtype)
 
 

@@ -30,8 +30,8 @@ SMALL_CPU_CHUNK = 16
 # OpenBLAS splits larger products (m * n * k) among threads. Thousands of small ones then wait for
 # one another, and on cores that other programs use a wait is a time slice.
 ONE_THREAD = 2**18
-# Numbers of a stretch's keys, in all heads of a prompt. What is made of them then stays in a core's caches, and
-# the next stretch finds it there: at a few times this, all of it goes through memory.
+# Numbers of a stretch's keys, in all heads of a prompt. What is made of so many stays in a core's
+# caches, and the next stretch is made in the same place: of a few times as many it goes to memory.
 STRETCH = 2**17
 # Where a chunk overtakes the loop: tokens on a GPU, tokens times the state's size on a CPU.
 GPU_PAYS = 8

@@ -49,7 +49,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @off_metal
 @pytest.mark.usefixtures("on_a_cpu")
 def test_on_a_cpu_the_kernel_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "by_token", None)
+    monkeypatch.setattr(cuda, "in_steps", None)
     given = inputs(KNOWN)
     assert rule(given) is delta.chunked
     y, _ = delta._installed(*arrays(given), given.state)
@@ -65,7 +65,7 @@ def test_on_a_cpu_the_kernel_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> No
         (Case(9, key_dim=100, value_dim=16), False),
         (Case(9, key_dim=16, value_dim=16), False),
         (Case(9, key_dim=512, value_dim=16), False),  # more state than there are registers
-        (Case(9, key_dim=128, value_dim=24), False),
+        (Case(9, key_dim=128, value_dim=20), False),
     ],
 )
 def test_the_kernel_knows_some_shapes(case: Case, known: bool) -> None:
@@ -74,6 +74,24 @@ def test_the_kernel_knows_some_shapes(case: Case, known: bool) -> None:
     assert cuda._knows(*arrays(given.rounded(mx.bfloat16))) is known
     assert not cuda._knows(*arrays(replace(given, k=given.k.astype(mx.bfloat16))))
     assert not cuda._knows(*arrays(replace(given, g=given.g > 0)))
+
+
+@pytest.mark.parametrize("key_dim", range(32, 257, 32))
+@pytest.mark.parametrize(
+    ("heads", "value_dim"), [(1, 16), (4, 48), (16, 128), (32, 128), (64, 256)]
+)
+def test_a_state_is_shared_out_without_a_rest(key_dim: int, heads: int, value_dim: int) -> None:
+    form = cuda.form(key_dim, value_dim, heads)
+    assert form is not None
+    assert value_dim % form.block == 0
+    assert key_dim % (4 * form.lanes) == 0
+    assert form.lanes % (4 * form.rows) == 0  # sums of four tokens of each row are put together
+    assert form.rows == 1 or key_dim * form.rows // form.lanes <= 32  # numbers in registers
+
+
+def test_many_heads_have_more_rows_to_a_thread_and_few_have_more_blocks() -> None:
+    assert cuda.form(128, 128, heads=16) == (16, 2)
+    assert cuda.form(128, 128, heads=32) == (16, 4)
 
 
 @pytest.mark.usefixtures("on_a_cpu", "unknown")
@@ -90,7 +108,7 @@ def test_a_kernel_that_cannot_run_is_left_with_one_line(
             assert distance(state, right_state) <= 1e-5
     assert len(caplog.records) == 1
     assert "in chunks" in caplog.text
-    assert "cuda" in caplog.text
+    assert "CUDA kernel" in caplog.text
 
 
 @pytest.mark.usefixtures("unknown")
@@ -104,7 +122,7 @@ def test_a_kernel_that_is_wrong_is_not_used(
         return (y, state * by) if wrong == "state" else (y * by, state)
 
     monkeypatch.setattr(cuda, "is_cuda", lambda: True)
-    monkeypatch.setattr(cuda, "by_token", kernel)
+    monkeypatch.setattr(cuda, "in_steps", kernel)
     with caplog.at_level(logging.INFO, logger="rewarm"):
         assert rule(inputs(KNOWN)) is delta.chunked
         assert rule(inputs(KNOWN)) is delta.chunked
@@ -120,7 +138,7 @@ def test_a_kernel_that_agrees_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         return delta.chunked(*given)
 
     monkeypatch.setattr(cuda, "is_cuda", lambda: True)
-    monkeypatch.setattr(cuda, "by_token", kernel)
+    monkeypatch.setattr(cuda, "in_steps", kernel)
     for case in (KNOWN, replace(KNOWN, length=1), replace(KNOWN, length=5000)):
         assert rule(inputs(case).rounded(mx.bfloat16)) is kernel
     assert checked == [cuda.CHECKED]
@@ -144,7 +162,7 @@ def test_a_gradient_passes_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -
         return total
 
     for wanted in (1, 2):
-        ours = mx.grad(loss, wanted)(cuda.by_token, given.v, given.beta)
+        ours = mx.grad(loss, wanted)(cuda.in_steps, given.v, given.beta)
         right = mx.grad(loss, wanted)(delta.chunked, given.v, given.beta)
         assert distance(ours, np.array(right).astype(np.float64)) <= 1e-2
         assert float(mx.abs(ours).max()) > 0
@@ -162,7 +180,7 @@ def test_kernels_that_differ_have_other_names(monkeypatch: pytest.MonkeyPatch) -
 
 
 def assert_right(given: Inputs, tolerance: float) -> None:
-    y, state = cuda.by_token(*arrays(given), given.state, given.mask)
+    y, state = cuda.in_steps(*arrays(given), given.state, given.mask)
     right_y, right_state = by_token(given)
     assert y.dtype == given.q.dtype
     assert state.dtype == mx.float32
@@ -190,12 +208,12 @@ def test_every_length_is_right(length: int, by_key: bool) -> None:
 
 
 @on_cuda
-def test_where_a_prompt_is_cut_changes_no_bit() -> None:
+def test_a_prompt_that_is_cut_after_four_tokens_or_eight_or_twelve_has_the_same_bits() -> None:
     given = inputs(replace(KNOWN, length=150))
-    whole, whole_state = cuda.by_token(*arrays(given), given.state)
-    for cut in (1, 16, 100, 149):
-        first, state = cuda.by_token(*arrays(given.cut(0, cut)), given.state)
-        last, state = cuda.by_token(*arrays(given.cut(cut, 150)), state)
+    whole, whole_state = cuda.in_steps(*arrays(given), given.state)
+    for cut in (4, 16, 100, 148):
+        first, state = cuda.in_steps(*arrays(given.cut(0, cut)), given.state)
+        last, state = cuda.in_steps(*arrays(given.cut(cut, 150)), state)
         assert mx.array_equal(mx.concatenate([first, last], axis=1), whole).item()
         assert mx.array_equal(state, whole_state).item()
 
@@ -204,7 +222,7 @@ def test_where_a_prompt_is_cut_changes_no_bit() -> None:
 def test_on_a_cuda_device_it_is_the_kernel() -> None:
     for case in (KNOWN, replace(KNOWN, by_key=True), replace(KNOWN, masked=0.2)):
         for dtype in (mx.float32, mx.bfloat16):
-            assert rule(inputs(case).rounded(dtype)) is cuda.by_token
+            assert rule(inputs(case).rounded(dtype)) is cuda.in_steps
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "0"), ("1", "1")])

@@ -1,9 +1,4 @@
-"""The gated delta rule token by token in one CUDA kernel (docs/accel.md).
-
-The rows of a head's state do not meet: a block has a few of them in registers, eight lanes to a
-row, and goes through all tokens. Between a token and the next stands one sum over a key, so the
-matrix products of the chunked form have nothing to win, and where a prompt was cut changes no bit.
-"""
+"""The gated delta rule in one CUDA kernel: for which shapes, and how it is launched."""
 
 from __future__ import annotations
 
@@ -13,202 +8,43 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
+from .cuda_delta import HEADER, SOURCE
 from .launch import FLOATS, Launch, agree, is_cuda, kernel
 
 Rule = Callable[..., tuple[mx.array, mx.array]]
 
-LANES = 8  # that share a row of the state
-ROWS = 16  # of one head in a block
+HALF = 128  # threads of a block that have the state; as many bring tokens
+FULL = 100  # blocks: with fewer, a large GPU has processors without any
 CHECKED = 37  # tokens of the check before first use: more than one tile, the last one not full
 
-HEADER = """
-namespace rewarm {
-template <typename N>
-struct alignas(4 * sizeof(N)) Four {
-    N at[4];
-};
 
-template <typename N>
-__device__ Four<N> four(const N* from, bool aligned) {
-    if (aligned) return *(const Four<N>*)from;
-    return {from[0], from[1], from[2], from[3]};
-}
+class Form(NamedTuple):
+    """How the state of a head is shared out."""
 
-template <typename N>
-__device__ float4 floats(const Four<N>& x) {
-    return make_float4(static_cast<float>(x.at[0]), static_cast<float>(x.at[1]),
-                       static_cast<float>(x.at[2]), static_cast<float>(x.at[3]));
-}
+    lanes: int  # that share a row
+    rows: int  # of a lane
 
-__device__ inline bool is_aligned(const void* at, int bytes) {
-    return (unsigned long long)at % bytes == 0;
-}
+    @property
+    def block(self) -> int:
+        return HALF // self.lanes * self.rows
 
-}  // namespace rewarm
-"""
 
-SOURCE = """
-    using rewarm::Four, rewarm::floats, rewarm::four, rewarm::is_aligned;
-    constexpr int THREADS = LANES * ROWS;
-    constexpr int PARTS = Dk / 4;          // of a key, four numbers each
-    constexpr int MINE = PARTS / LANES;    // of them a lane has every LANES-th: no bank conflicts
-    constexpr int FIT = (BY_KEY ? 1024 : 2048) / Dk;
-    constexpr int TILE = FIT < 32 ? FIT : 32;  // tokens staged at a time, in less than 48 KB
-    constexpr int LOADS = (TILE * PARTS + THREADS - 1) / THREADS;
-    constexpr int VALUES = (TILE * ROWS + THREADS - 1) / THREADS;
-    constexpr int GATES = BY_KEY ? LOADS : 1;
-    __shared__ float4 keys[2][TILE][PARTS];
-    __shared__ float4 queries[2][TILE][PARTS];
-    __shared__ float4 gates[2][TILE][BY_KEY ? PARTS : 1];
-    __shared__ float4 facts[2][TILE];      // a token's gate, beta, and k q
-    __shared__ float values[2][TILE][ROWS];
+def form(key_dim: int, value_dim: int, heads: int) -> Form | None:
+    """The one for such heads, if there is one: of the sequence's heads, and not of how many
+    sequences there are, since a prompt is to give the same bits in a batch as alone.
 
-    const int length = k_shape[1], Hk = k_shape[2];
-    const int Hv = v_shape[2], Dv = v_shape[3];
-    const int me = threadIdx.x;
-    const int lane = me % LANES;
-    const int row = me / LANES;
-    const int head = blockIdx.x / (Dv / ROWS);  // counted over all sequences
-    const int first_row = (blockIdx.x % (Dv / ROWS)) * ROWS;
-    const int value_head = head % Hv;
-    const int key_head = value_head / (Hv / Hk);
-    const long long first_token = (long long)(head / Hv) * length;
-
-    const bool aligned = is_aligned(q, sizeof(Four<T>)) && is_aligned(k, sizeof(Four<T>)) &&
-                         is_aligned(state_in, 16) && (!BY_KEY || is_aligned(g, sizeof(Four<G>)));
-
-    float4 state[MINE];
-    const long long at = ((long long)head * Dv + first_row + row) * Dk + lane * 4;
-    #pragma unroll
-    for (int i = 0; i < MINE; ++i) state[i] = floats(four(state_in + at + i * LANES * 4, aligned));
-
-    // What is loaded for the next tile waits here as it came: to convert it is to wait for it.
-    Four<T> next_keys[LOADS], next_queries[LOADS];
-    Four<G> next_gates[GATES];
-    V next_values[VALUES];
-    G next_gate = {};
-    W next_write = {};
-    bool next_counts = true;
-
-    auto load = [&](int begin) {
-        const int count = length - begin < TILE ? length - begin : TILE;
-        #pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-            const int token = (i * THREADS + me) / PARTS, part = (i * THREADS + me) % PARTS;
-            if (token < count) {
-                const long long t = first_token + begin + token;
-                next_keys[i] = four(k + (t * Hk + key_head) * Dk + part * 4, aligned);
-                next_queries[i] = four(q + (t * Hk + key_head) * Dk + part * 4, aligned);
-                if (BY_KEY)
-                    next_gates[BY_KEY ? i : 0] =
-                        four(g + (t * Hv + value_head) * Dk + part * 4, aligned);
-            }
-        }
-        #pragma unroll
-        for (int i = 0; i < VALUES; ++i) {
-            const int token = (i * THREADS + me) / ROWS, of = (i * THREADS + me) % ROWS;
-            if (token < count)
-                next_values[i] =
-                    v[((first_token + begin + token) * Hv + value_head) * Dv + first_row + of];
-        }
-        if (me < count) {
-            const long long t = first_token + begin + me;
-            next_write = beta[t * Hv + value_head];
-            if (!BY_KEY) next_gate = g[t * Hv + value_head];
-            next_counts = COUNTS;
-        }
-    };
-
-    auto stage = [&](int to, int count) {
-        #pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-            const int token = (i * THREADS + me) / PARTS, part = (i * THREADS + me) % PARTS;
-            if (token < count) {
-                keys[to][token][part] = floats(next_keys[i]);
-                queries[to][token][part] = floats(next_queries[i]);
-                if (BY_KEY)
-                    gates[to][token][BY_KEY ? part : 0] = floats(next_gates[BY_KEY ? i : 0]);
-            }
-        }
-        #pragma unroll
-        for (int i = 0; i < VALUES; ++i) {
-            const int token = (i * THREADS + me) / ROWS, of = (i * THREADS + me) % ROWS;
-            if (token < count) values[to][token][of] = static_cast<float>(next_values[i]);
-        }
-        if (me < count) {  // a masked token neither decays nor writes
-            facts[to][me].x = BY_KEY || !next_counts ? 1.0f : static_cast<float>(next_gate);
-            facts[to][me].y = next_counts ? static_cast<float>(next_write) : 0.0f;
-            facts[to][me].w = next_counts ? 1.0f : 0.0f;
-        }
-    };
-
-    load(0);
-    for (int begin = 0, now = 0; begin < length; begin += TILE, now ^= 1) {
-        const int count = length - begin < TILE ? length - begin : TILE;
-        stage(now, count);
-        __syncthreads();  // and nobody reads the other half any more: the next stage may write it
-        if (begin + TILE < length) load(begin + TILE);
-
-        for (int first = 0; first < count; first += ROWS) {
-            const int token = first + row;
-            float sum = 0.0f;
-            if (token < count) {
-                #pragma unroll
-                for (int i = 0; i < MINE; ++i) {
-                    const float4 key = keys[now][token][i * LANES + lane];
-                    const float4 query = queries[now][token][i * LANES + lane];
-                    sum += key.x * query.x + key.y * query.y + key.z * query.z + key.w * query.w;
-                }
-            }
-            #pragma unroll
-            for (int away = 1; away < LANES; away *= 2)
-                sum += __shfl_xor_sync(0xffffffff, sum, away);
-            if (lane == 0 && token < count) facts[now][token].z = sum;
-        }
-        __syncthreads();
-
-        T* out = y + ((first_token + begin) * Hv + value_head) * Dv + first_row + row;
-        #pragma unroll 4
-        for (int t = 0; t < count; ++t) {
-            const float4 fact = facts[now][t];
-            float4 held = make_float4(0.0f, 0.0f, 0.0f, 0.0f), read = held;
-            float4 key[MINE];
-            #pragma unroll
-            for (int i = 0; i < MINE; ++i) {
-                key[i] = keys[now][t][i * LANES + lane];
-                const float4 query = queries[now][t][i * LANES + lane];
-                float4 decay = make_float4(fact.x, fact.x, fact.x, fact.x);
-                if (BY_KEY && (!MASKED || fact.w != 0.0f))
-                    decay = gates[now][t][BY_KEY ? i * LANES + lane : 0];
-                state[i].x *= decay.x; state[i].y *= decay.y;
-                state[i].z *= decay.z; state[i].w *= decay.w;
-                held.x += state[i].x * key[i].x; read.x += state[i].x * query.x;
-                held.y += state[i].y * key[i].y; read.y += state[i].y * query.y;
-                held.z += state[i].z * key[i].z; read.z += state[i].z * query.z;
-                held.w += state[i].w * key[i].w; read.w += state[i].w * query.w;
-            }
-            // y = S q after the write is what q reads before it, and the write's part: both sums
-            // go through the lanes at once, and the next token waits for one of them only.
-            float was = (held.x + held.y) + (held.z + held.w);
-            float sum = (read.x + read.y) + (read.z + read.w);
-            #pragma unroll
-            for (int away = 1; away < LANES; away *= 2) {
-                was += __shfl_xor_sync(0xffffffff, was, away);
-                sum += __shfl_xor_sync(0xffffffff, sum, away);
-            }
-            const float delta = (values[now][t][row] - was) * fact.y;
-            #pragma unroll
-            for (int i = 0; i < MINE; ++i) {
-                state[i].x += key[i].x * delta; state[i].y += key[i].y * delta;
-                state[i].z += key[i].z * delta; state[i].w += key[i].w * delta;
-            }
-            if (lane == 0) *out = static_cast<T>(sum + delta * fact.z);
-            out += Hv * Dv;
-        }
-    }
-    #pragma unroll
-    for (int i = 0; i < MINE; ++i) *(float4*)(state_out + at + i * LANES * 4) = state[i];
-"""
+    More rows of a lane are fewer reads of keys for each, and fewer blocks.
+    """
+    parts = key_dim // 4
+    lanes = next((x for x in (32, 16) if parts % x == 0 and parts > x), 8)
+    for rows in (4, 2, 1):
+        found = Form(lanes, rows)
+        fits = key_dim * rows <= 32 * lanes or rows == 1  # in registers
+        summed = rows * 4 <= lanes  # the sums of four tokens, a row and a token to a lane
+        fills = rows < 4 or heads * value_dim >= FULL * found.block
+        if fits and summed and fills and value_dim % found.block == 0:
+            return found
+    return None
 
 
 class Kind(NamedTuple):
@@ -219,12 +55,14 @@ class Kind(NamedTuple):
     gates: mx.Dtype
     writes: mx.Dtype
     key_dim: int
+    value_dim: int
+    heads: int
     by_key: bool
     masked: bool
 
 
 def kind_of(q: mx.array, v: mx.array, g: mx.array, beta: mx.array, mask: mx.array | None) -> Kind:
-    sizes = (q.shape[-1], g.ndim == 4, mask is not None)
+    sizes = (q.shape[-1], v.shape[-1], v.shape[-2], g.ndim == 4, mask is not None)
     return Kind(q.dtype, v.dtype, g.dtype, beta.dtype, *sizes)
 
 
@@ -234,11 +72,11 @@ def fits(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array) -> 
 
 
 def _knows(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array) -> bool:
-    key_dim, value_dim = q.shape[-1], v.shape[-1]
+    key_dim = q.shape[-1]
     return (
-        key_dim % (4 * LANES) == 0
+        key_dim % 32 == 0
         and key_dim <= 256  # the state is in registers
-        and value_dim % ROWS == 0
+        and form(key_dim, v.shape[-1], v.shape[-2]) is not None
         and q.dtype == k.dtype
         and all(x.dtype in FLOATS for x in (q, v, g, beta))
     )
@@ -249,19 +87,20 @@ def agrees(chunked: Rule, kind: Kind) -> bool:
     """Whether the kernel gives what the chunked form does for a few tokens."""
     given = _sample(kind)
     return agree(
-        "gated delta layers run in chunks", lambda: by_token(*given), lambda: chunked(*given)
+        "gated delta layers run in chunks", lambda: in_steps(*given), lambda: chunked(*given)
     )
 
 
 def _sample(kind: Kind) -> tuple[Any, ...]:
-    """Two sequences, two heads to a key."""
-    shape, heads = (2, CHECKED, 2, kind.key_dim), (2, CHECKED, 4)
+    """Two sequences; where it goes, two heads to a key."""
+    heads = (2, CHECKED, kind.heads)
+    shape = (2, CHECKED, kind.heads // (2 - kind.heads % 2), kind.key_dim)
     keys = [mx.random.key(i) for i in range(6)]
     q, k = (mx.random.normal(shape, key=key) * kind.key_dim**-0.5 for key in keys[:2])
-    v = mx.random.normal((*heads, 2 * ROWS), key=keys[2])
+    v = mx.random.normal((*heads, kind.value_dim), key=keys[2])
     g = mx.random.uniform(0.5, 1, (*heads, *[kind.key_dim] * kind.by_key), key=keys[3])
     beta = mx.random.uniform(0, 1, heads, key=keys[4])
-    state = mx.random.normal((2, 4, 2 * ROWS, kind.key_dim), key=keys[5])
+    state = mx.random.normal((2, kind.heads, kind.value_dim, kind.key_dim), key=keys[5])
     mask = None
     if kind.masked:  # the outputs of masked tokens mean nothing, but a query of 0 reads 0
         mask = mx.arange(CHECKED)[None] >= mx.array([[0], [9]])
@@ -271,7 +110,7 @@ def _sample(kind: Kind) -> tuple[Any, ...]:
     return *arrays, state, mask
 
 
-def by_token(
+def in_steps(
     q: mx.array,
     k: mx.array,
     v: mx.array,
@@ -294,23 +133,27 @@ def by_token(
 @mx.custom_function
 def _launched(*given: mx.array) -> Sequence[mx.array]:
     q, _, v, g, beta, state = given[:6]
+    batch, _, heads, value_dim = v.shape
+    found = form(q.shape[-1], value_dim, heads)
+    assert found is not None
     # MLX knows a compiled kernel by its name and these: what the source depends on must be here.
     template = [
         *zip("TVGW", (q.dtype, v.dtype, g.dtype, beta.dtype), strict=True),
         ("Dk", q.shape[-1]),
         ("BY_KEY", g.ndim == 4),
-        ("LANES", LANES),
-        ("ROWS", ROWS),
+        ("HALF", HALF),
+        ("LANES", found.lanes),
+        ("ROWS", found.rows),
     ]
-    found: Sequence[mx.array] = _kernel(masked=len(given) > 6)(
+    made: Sequence[mx.array] = _kernel(masked=len(given) > 6)(
         inputs=list(given),
         template=template,
-        grid=(v.shape[0] * v.shape[2] * v.shape[3] * LANES, 1, 1),
-        threadgroup=(ROWS * LANES, 1, 1),
+        grid=(batch * heads * value_dim // found.block * 2 * HALF, 1, 1),
+        threadgroup=(2 * HALF, 1, 1),
         output_shapes=[v.shape, state.shape],
         output_dtypes=[q.dtype, mx.float32],
     )
-    return found
+    return made
 
 
 @_launched.vjp
@@ -331,7 +174,6 @@ def _gradients(
 
 @functools.cache
 def _kernel(masked: bool) -> Launch:
-    counts = "mask[t]" if masked else "true"
-    source = f"constexpr bool MASKED = {str(masked).lower()};" + SOURCE.replace("COUNTS", counts)
+    source = SOURCE.replace("COUNTS", "mask[t]" if masked else "true")
     inputs = ["q", "k", "v", "g", "beta", "state_in", *["mask"] * masked]
     return kernel("gated_delta", inputs, ["y", "state_out"], source, HEADER)

@@ -97,7 +97,7 @@ def rule_for(
 ) -> Rule:
     """The fastest there is for these shapes on the device at hand."""
     if cuda.fits(q, k, v, g, beta) and cuda.agrees(chunked, cuda.kind_of(q, v, g, beta, mask)):
-        return cuda.by_token
+        return cuda.in_steps
     return chunked if _stock is None or _pays(q, v) else _stock
 
 

@@ -44,8 +44,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch, unknown: None) -> None:
     """A CUDA device is said to be there; with none, a kernel fails as it would."""
     for module in (cuda_attention, cuda_convolution, cuda_rows):
         monkeypatch.setattr(module, "is_cuda", lambda: True)
-    monkeypatch.setattr(cuda_attention, "_stock", [mx.fast.scaled_dot_product_attention])
-    monkeypatch.setattr(cuda_convolution, "_stock", [nn.Conv1d.__call__])
+    if not mx.cuda.is_available():  # where there is one, they are installed
+        monkeypatch.setattr(cuda_attention, "_stock", [mx.fast.scaled_dot_product_attention])
+        monkeypatch.setattr(cuda_convolution, "_stock", [nn.Conv1d.__call__])
+        monkeypatch.setattr(cuda_attention, "is_hopper", lambda: False)
 
 
 def drawn(*shape: int, seed: int = 0, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -148,7 +150,7 @@ def test_attention_that_the_kernel_does_not_know_is_left_to_mlx(
     attend(q, k, v, scale=0.1, mask="causal")
     attend(q, k, v, scale=0.1)
     attend(q[:, :, :1], k, v, scale=0.1)
-    checks = [(37, True), (37, False)]  # before the first of a kind
+    checks = [(21, True), (21, False)]  # before the first of a kind
     assert launched == [checks[0], (5, True), checks[1], (5, False), (1, True)]
     launched.clear()
     attend(q, k, v, scale=0.1, mask="causal", sinks=mx.zeros((4,), q.dtype))
@@ -259,6 +261,32 @@ def test_attention_is_right(queries: int, keys: int, dim: int, dtype: mx.Dtype) 
             assert distance(found, right) <= 5e-3
     if queries > 1:
         assert distance(found, reference(*given, dim**-0.5, True)) > 5e-3  # it would be seen
+
+
+@pytest.mark.usefixtures("pretended")
+def test_many_rows_go_through_products_of_hopper_where_it_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked: list[cuda_attention.Kind] = []
+    monkeypatch.setattr(cuda_attention, "agrees", lambda kind: checked.append(kind))
+    for is_one in (True, False):
+        monkeypatch.setattr(cuda_attention, "is_hopper", lambda is_one=is_one: is_one)
+        for queries in (31, 32):  # of two heads that share a key
+            cuda_attention._attention(*heads(queries, 300, 64), scale=0.1, mask="causal")
+    assert [kind.hopper for kind in checked] == [False, True, False, False]
+
+
+@on_cuda
+@pytest.mark.parametrize("dim", cuda_attention.HEAD_DIMS)
+def test_attention_is_right_with_and_without_products_of_hopper(
+    dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = heads(200, 500, dim)
+    right = reference(*given, dim**-0.5, True)
+    for is_one in {cuda_attention.is_hopper(), False}:
+        monkeypatch.setattr(cuda_attention, "is_hopper", lambda is_one=is_one: is_one)
+        found = cuda_attention.attention(*given, scale=dim**-0.5, causal=True)
+        assert distance(found, right) <= 5e-3
 
 
 @on_cuda

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
-from .cuda_delta import HEADER, SOURCE
+from .kernels.delta import HEADER, SOURCE
 from .launch import FLOATS, Launch, agree, is_cuda, kernel
 
 Rule = Callable[..., tuple[mx.array, mx.array]]

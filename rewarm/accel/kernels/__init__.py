@@ -1,0 +1,1 @@
+"""CUDA sources, which MLX compiles when they are first used."""

@@ -94,7 +94,7 @@ struct __half {
     __half(float x) {
         int power;
         frexpf(x, &power);
-        power = power - 11 > -24 ? power - 11 : -24;  // of its last bit: some have fewer
+        power = x != 0 && power - 11 > -24 ? power - 11 : -24;  // of its last bit: some have fewer
         bits = 0x7c00;
         if (fabsf(x) < 65520) bits = lrintf(ldexpf(fabsf(x), -power)) + (power + 24 << 10);
         if (x != x) bits = 0x7e00;

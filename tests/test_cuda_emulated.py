@@ -14,12 +14,14 @@ from rewarm.accel import cuda, delta
 
 from .emulation import emulated, needs_a_compiler
 from .test_cuda import arrays
-from .test_delta import Case, Inputs, by_token, distance, inputs, outputs
+from .test_delta import Case, Inputs, by_token, distance, inputs, outputs, spoiled
 
 pytestmark = needs_a_compiler
 
 SMALL = Case(33, beta=2, key_heads=1, key_dim=128, value_dim=16)
 """Three tiles of tokens, or five where each key has its gate; the last one is not full."""
+
+INPUTS = ("q", "k", "v", "g", "beta", "state_in")
 
 each_gate = pytest.mark.parametrize("by_key", [False, True], ids=["per_head", "per_key"])
 
@@ -104,6 +106,11 @@ def test_masked_tokens_leave_the_state_untouched(by_key: bool) -> None:
 
 
 @each_gate
+def test_what_lies_in_a_masked_place_does_not_matter(by_key: bool) -> None:
+    assert_right(spoiled(inputs(replace(SMALL, by_key=by_key, masked=0.3))))
+
+
+@each_gate
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 def test_numbers_of_half_the_size_are_right(dtype: mx.Dtype, by_key: bool) -> None:
     given = inputs(replace(SMALL, by_key=by_key)).rounded(dtype)
@@ -113,12 +120,17 @@ def test_numbers_of_half_the_size_are_right(dtype: mx.Dtype, by_key: bool) -> No
 
 @each_gate
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "state_in"])
+@pytest.mark.parametrize("names", [*zip(INPUTS), INPUTS], ids=" ".join)
 @pytest.mark.parametrize("off_by", [1, 2])
 def test_inputs_may_begin_anywhere(
-    off_by: int, name: str, dtype: mx.Dtype, by_key: bool, monkeypatch: pytest.MonkeyPatch
+    off_by: int,
+    names: tuple[str, ...],
+    dtype: mx.Dtype,
+    by_key: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda, "kernel", functools.partial(emulated, off_by={name: off_by}))
+    off = dict.fromkeys(names, off_by)
+    monkeypatch.setattr(cuda, "kernel", functools.partial(emulated, off_by=off))
     given = inputs(replace(SMALL, length=9, by_key=by_key)).rounded(dtype)
     assert_right(replace(given, g=given.g.astype(dtype)))
 
@@ -246,7 +258,7 @@ def test_numbers_are_rounded_as_mlx_does(dtype: mx.Dtype) -> None:
 
     random = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
     between = (whole + mx.concatenate([whole[1:], whole[:1]])) / 2  # two that are as near
-    for x in (mx.array(random.view(np.float32)), between):
+    for x in (mx.array(random.view(np.float32)), between, mx.array([0.0, -0.0])):
         found = each(x, dtype, "y[i] = static_cast<T>(x[i]);")
         assert mx.array_equal(found, x.astype(dtype), equal_nan=True).item()
 

@@ -140,7 +140,9 @@ def test_attention_that_the_kernel_does_not_know_is_left_to_mlx(
     launched: list[tuple[int, bool]] = []
     stock = cuda_attention._stock[0]
 
-    def attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool) -> mx.array:
+    def attention(
+        q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool, hopper: bool
+    ) -> mx.array:
         launched.append((q.shape[2], causal))
         return stock(q, k, v, scale=scale, mask="causal" if causal else None)
 
@@ -256,49 +258,47 @@ def test_attention_is_right(queries: int, keys: int, dim: int, dtype: mx.Dtype) 
     for group in (1, 2, 5):
         given = heads(queries, keys, dim, dtype, group)
         for causal in (True, False):
-            found = cuda_attention.attention(*given, scale=dim**-0.5, causal=causal)
             right = reference(*given, dim**-0.5, causal)
-            assert distance(found, right) <= 5e-3
+            for hopper in ways():
+                found = cuda_attention.attention(
+                    *given, scale=dim**-0.5, causal=causal, hopper=hopper
+                )
+                assert distance(found, right) <= 5e-3
     if queries > 1:
         assert distance(found, reference(*given, dim**-0.5, True)) > 5e-3  # it would be seen
 
 
 @pytest.mark.usefixtures("pretended")
-def test_many_rows_go_through_products_of_hopper_where_it_is_one(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("is_one", [True, False])
+@pytest.mark.parametrize("works", [True, False])
+def test_many_rows_go_through_products_of_hopper_where_there_are_any(
+    is_one: bool, works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked: list[cuda_attention.Kind] = []
-    monkeypatch.setattr(cuda_attention, "agrees", lambda kind: checked.append(kind))
-    for is_one in (True, False):
-        monkeypatch.setattr(cuda_attention, "is_hopper", lambda is_one=is_one: is_one)
-        for queries in (31, 32):  # of two heads that share a key
-            cuda_attention._attention(*heads(queries, 300, 64), scale=0.1, mask="causal")
-    assert [kind.hopper for kind in checked] == [False, True, False, False]
+    ways: list[bool] = []
+    monkeypatch.setattr(cuda_attention, "is_hopper", lambda: is_one)
+    monkeypatch.setattr(cuda_attention, "agrees", lambda kind: works or not kind.hopper)
+    monkeypatch.setattr(cuda_attention, "attention", lambda *_, hopper, **__: ways.append(hopper))
+    for queries in (31, 32):  # of two heads that share a key
+        cuda_attention._attention(*heads(queries, 300, 64), scale=0.1, mask="causal")
+    assert ways == [False, is_one and works]
 
 
-@on_cuda
-@pytest.mark.parametrize("dim", cuda_attention.HEAD_DIMS)
-def test_attention_is_right_with_and_without_products_of_hopper(
-    dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = heads(200, 500, dim)
-    right = reference(*given, dim**-0.5, True)
-    for is_one in {cuda_attention.is_hopper(), False}:
-        monkeypatch.setattr(cuda_attention, "is_hopper", lambda is_one=is_one: is_one)
-        found = cuda_attention.attention(*given, scale=dim**-0.5, causal=True)
-        assert distance(found, right) <= 5e-3
+def ways() -> list[bool]:
+    """With products of Hopper, where there are any, and without."""
+    return [True, False] if cuda_attention.is_hopper() else [False]
 
 
 @on_cuda
 def test_attention_reads_no_more_than_its_keys() -> None:
     """What mlx-lm's caches have room for is not there."""
-    q, k, v = heads(20, 1000, 128)
+    q, k, v = heads(40, 1000, 128)
     room = mx.full((1, 2, 77, 128), float("nan"), mx.bfloat16)
     k, v = (mx.concatenate([x, room], axis=2) for x in (k, v))
     mx.eval(k, v)
     k, v = k[:, :, :1000], v[:, :, :1000]
-    found = cuda_attention.attention(q, k, v, scale=0.1, causal=True)
-    assert distance(found, reference(q, k, v, 0.1, True)) <= 5e-3
+    for hopper in ways():
+        found = cuda_attention.attention(q, k, v, scale=0.1, causal=True, hopper=hopper)
+        assert distance(found, reference(q, k, v, 0.1, True)) <= 5e-3
 
 
 @on_cuda
@@ -307,23 +307,26 @@ def test_attention_takes_arrays_as_they_lie() -> None:
     for turn in ((0, 2, 1, 3), (0, 1, 3, 2)):
         back = np.argsort(turn).tolist()
         turned = [mx.contiguous(x.transpose(turn)).transpose(back) for x in (q, k, v)]
-        found = cuda_attention.attention(*turned, scale=0.1, causal=True)
-        assert distance(found, reference(q, k, v, 0.1, True)) <= 5e-3
+        for hopper in ways():
+            found = cuda_attention.attention(*turned, scale=0.1, causal=True, hopper=hopper)
+            assert distance(found, reference(q, k, v, 0.1, True)) <= 5e-3
 
 
 @on_cuda
 def test_attention_of_two_sequences() -> None:
     q, k, v = (mx.concatenate([x, x[:, ::-1] * 0.5]) for x in heads(33, 700, 128, group=3))
-    found = cuda_attention.attention(q, k, v, scale=0.1, causal=True)
-    assert distance(found, reference(q, k, v, 0.1, True)) <= 5e-3
+    for hopper in ways():
+        found = cuda_attention.attention(q, k, v, scale=0.1, causal=True, hopper=hopper)
+        assert distance(found, reference(q, k, v, 0.1, True)) <= 5e-3
 
 
 @on_cuda
 def test_attention_with_scores_of_any_size() -> None:
     q, k, v = heads(33, 700, 128)
     for by in (0.0, 30.0, -30.0):
-        found = cuda_attention.attention(q * by, k, v, scale=1.0, causal=True)
-        assert distance(found, reference(q * by, k, v, 1.0, True)) <= 2e-2
+        for hopper in ways():
+            found = cuda_attention.attention(q * by, k, v, scale=1.0, causal=True, hopper=hopper)
+            assert distance(found, reference(q * by, k, v, 1.0, True)) <= 2e-2
 
 
 @on_cuda

@@ -135,6 +135,18 @@ def assert_right(given: Inputs, tolerance: float) -> None:
     assert distance(state, right_state) <= tolerance
 
 
+def spoiled(given: Inputs) -> Inputs:
+    """With what is no number in every masked place."""
+    assert given.mask is not None
+    place = given.mask[..., None, None]
+    return replace(given, k=mx.where(place, given.k, mx.nan), v=mx.where(place, given.v, mx.inf))
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_what_lies_in_a_masked_place_does_not_matter(by_key: bool) -> None:
+    assert_right(spoiled(inputs(Case(70, by_key, masked=0.3))), 1e-5)
+
+
 def sampled() -> Iterator[Case]:
     """Random shapes and gates of every kind."""
     random = np.random.default_rng(11)

@@ -77,7 +77,9 @@ def _knows(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array) -
         key_dim % 32 == 0
         and key_dim <= 256  # the state is in registers
         and form(key_dim, v.shape[-1], v.shape[-2]) is not None
-        and q.dtype == k.dtype
+        and v.shape[-2] % q.shape[-2] == 0
+        and g.shape[3:] in ((), (key_dim,))
+        and (q.shape, q.dtype) == (k.shape, k.dtype)
         and all(x.dtype in FLOATS for x in (q, v, g, beta))
     )
 
@@ -125,7 +127,7 @@ def in_steps(
         state = mx.zeros((batch, heads, value_dim, q.shape[-1]))
     given = [q, k, v, g, beta, state.astype(mx.float32)]
     if mask is not None:
-        given.append(mx.broadcast_to(mask, (batch, length)))
+        given.append(mx.broadcast_to(mask, (batch, length)).astype(mx.bool_))
     y, state = cast("Sequence[mx.array]", _launched(*given))
     return y, state
 

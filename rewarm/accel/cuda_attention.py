@@ -46,17 +46,23 @@ def install() -> bool:
 
 
 def attention(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, causal: bool = False
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    causal: bool = False,
+    hopper: bool = False,
 ) -> mx.array:
     """Of q [B, Hq, T, D] to k and v [B, Hk, L, D], as `mx.fast.scaled_dot_product_attention`."""
-    return _differentiable(scale, causal)(q, k, v)
+    return _differentiable(scale, causal, hopper)(q, k, v)
 
 
 @functools.lru_cache(64)
-def _differentiable(scale: float, causal: bool) -> Callable[..., mx.array]:
+def _differentiable(scale: float, causal: bool, hopper: bool) -> Callable[..., mx.array]:
     @mx.custom_function
     def launched(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        return _launched(q, k, v, scale, causal)
+        return _launched(q, k, v, scale, causal, hopper)
 
     @launched.vjp
     def gradients(given: Sequence[mx.array], cotangent: mx.array, _: mx.array) -> list[mx.array]:
@@ -70,11 +76,13 @@ def _differentiable(scale: float, causal: bool) -> Callable[..., mx.array]:
     return cast("Callable[..., mx.array]", launched)
 
 
-def _launched(q: mx.array, k: mx.array, v: mx.array, scale: float, causal: bool) -> mx.array:
+def _launched(
+    q: mx.array, k: mx.array, v: mx.array, scale: float, causal: bool, hopper: bool
+) -> mx.array:
     batch, heads, length, dim = q.shape
     key_heads, context = k.shape[1:3]
     group = heads // key_heads
-    rows, hopper = group * length, fills_hopper(q, k)
+    rows = group * length
     a_block, keys = (64, 32) if dim > 128 and not hopper else (128, 64)
     blocks = batch * key_heads * -(-rows // a_block)
     splits = max(1, min(-(-BLOCKS // blocks), context // LEAST_KEYS))
@@ -144,9 +152,12 @@ def _attention(
     if not (plain and is_cuda() and fits(q, k, v, mask)):
         return _stock[0](q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
     causal = mask is not None or q.shape[2] == 1  # which are the same for the last one
-    if not agrees(Kind(q.dtype, q.shape[-1], causal, fills_hopper(q, k))):
+    kind = Kind(q.dtype, q.shape[-1], causal, fills_hopper(q, k))
+    if kind.hopper and not agrees(kind):
+        kind = kind._replace(hopper=False)
+    if not agrees(kind):
         return _stock[0](q, k, v, scale=scale, mask=mask)
-    return attention(q, k, v, scale=scale, causal=causal)
+    return attention(q, k, v, scale=scale, causal=causal, hopper=kind.hopper)
 
 
 def fits(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> bool:
@@ -180,8 +191,8 @@ def agrees(kind: Kind) -> bool:
     q, k, v = (x.astype(kind.dtype) for x in draw)
     scale, mask = kind.dim**-0.5, "causal" if kind.causal else None
     return agree(
-        "attention is left to MLX",
-        lambda: [attention(q, k, v, scale=scale, causal=kind.causal)],
+        f"attention is left to {'the kernel for all GPUs' if kind.hopper else 'MLX'}",
+        lambda: [attention(q, k, v, scale=scale, causal=kind.causal, hopper=kind.hopper)],
         lambda: [_stock[0](q, k, v, scale=scale, mask=mask)],
     )
 

@@ -125,7 +125,8 @@ def chunked(
     """
     batch, length, key_heads, key_dim = q.shape
     heads, value_dim = v.shape[-2:]
-    if mask is not None:
+    if mask is not None:  # 0 times what lies in a masked place may be no number
+        k, v = (mx.where(mask[..., None, None], x, 0) for x in (k, v))
         beta = mx.where(mask[..., None], beta, 0)
         g = mx.where(mask[..., None] if g.ndim == 3 else mask[..., None, None], g, 1)
     if state is None:

@@ -178,6 +178,7 @@ ATTENTION = """
                     hopper::score(scores, hopper::rows_of(queries, ROWS, warp / 4 * 64, step),
                                   hopper::rows_of(its_keys, KEYS, 0, step), step > 0, T());
                 hopper::end();
+                hopper::hold(scores);
             } else {
                 #pragma unroll
                 for (int i = 0; i < KEYS / 8; ++i)
@@ -241,12 +242,15 @@ ATTENTION = """
                     weights[step][i] = pair(two[0], two[1], T());
                 }
             if (HOPPER) {
+                hopper::hold(sums);
+                hopper::hold(weights);
                 hopper::begin();
                 #pragma unroll
                 for (int step = 0; step < KEYS / 16; ++step)
                     hopper::weigh(sums, weights[step], hopper::columns_of(its_values, KEYS, step),
                                   T());
                 hopper::end();
+                hopper::hold(sums);
             } else {
                 #pragma unroll
                 for (int step = 0; step < KEYS / 16; ++step)

@@ -148,8 +148,8 @@ SOURCE = """
 
     if (threadIdx.x >= HALF) {
         const int me = threadIdx.x - HALF;
-        // What is loaded for the next tile waits here, as it came. Of tokens that are not there all
-        // is 0 and the gate is 1: they change nothing.
+        // What is loaded for the next tile waits here, as it came. Of tokens that are not there, or
+        // masked, all is 0 and the gate is 1: they change nothing.
         Four<T> next_keys[LOADS], next_queries[LOADS];
         Four<G> next_gates[GATES];
         bool next_decays[GATES];
@@ -167,14 +167,14 @@ SOURCE = """
             #pragma unroll
             for (int i = 0; i < LOADS; ++i) {
                 const int token = (i * HALF + me) / PARTS, part = (i * HALF + me) % PARTS;
+                const long long t = begin + token;
                 next_keys[i] = next_queries[i] = Four<T>{};
                 if (BY_KEY) next_decays[BY_KEY ? i : 0] = false;
-                if (token < count) {
+                if (token < count && COUNTS) {
                     next_keys[i] = four(keys_from + token * Hk * Dk + part * 4, aligned);
                     next_queries[i] = four(queries_from + token * Hk * Dk + part * 4, aligned);
                     if (BY_KEY) {
-                        const long long t = begin + token;
-                        next_decays[BY_KEY ? i : 0] = COUNTS;
+                        next_decays[BY_KEY ? i : 0] = true;
                         next_gates[BY_KEY ? i : 0] =
                             four(g + (t * Hv + value_head) * Dk + part * 4, aligned);
                     }
@@ -185,17 +185,17 @@ SOURCE = """
                 const int step = (i * HALF + me) / BLOCK, row = (i * HALF + me) % BLOCK;
                 #pragma unroll
                 for (int token = 0; token < 4; ++token) {
+                    const long long t = begin + step * 4 + token;
                     next_values[i][token] = static_cast<V>(0.0f);
-                    if (step * 4 + token < count)
+                    if (step * 4 + token < count && COUNTS)
                         next_values[i][token] = values_from[(step * 4 + token) * Hv * Dv + row];
                 }
             }
-            next_counts = false;
-            if (me < count) {
-                const long long t = begin + me;
+            const long long t = begin + me;
+            next_counts = me < count && COUNTS;
+            if (next_counts) {
                 next_write = beta[t * Hv + value_head];
                 if (!BY_KEY) next_gate = g[t * Hv + value_head];
-                next_counts = COUNTS;
             }
         };
 
@@ -219,7 +219,7 @@ SOURCE = """
                 if (step < STEPS)
                     values[to][step][row] = make_float4(value(0), value(1), value(2), value(3));
             }
-            if (me < TILE) {  // a masked token neither decays nor writes
+            if (me < TILE) {
                 ((float*)decays[to])[me] =
                     BY_KEY || !next_counts ? 1.0f : static_cast<float>(next_gate);
                 ((float*)writes[to])[me] = next_counts ? static_cast<float>(next_write) : 0.0f;

@@ -32,6 +32,24 @@ __device__ inline void written() { asm volatile("fence.proxy.async.shared::cta;"
 template <int N, typename T>
 __device__ void score(float (&)[N][4], unsigned long long, unsigned long long, int, T) {}
 
+// Who writes these registers does so before, and who reads them after: the compiler does not know
+// that the unit has them meanwhile.
+template <int N>
+__device__ void hold(float (&x)[N][4]) {
+    #pragma unroll
+    for (int i = 0; i < N; ++i)
+        #pragma unroll
+        for (int j = 0; j < 4; ++j) asm volatile("" : "+f"(x[i][j]) :: "memory");
+}
+
+template <int N>
+__device__ void hold(unsigned (&x)[N][4]) {
+    #pragma unroll
+    for (int i = 0; i < N; ++i)
+        #pragma unroll
+        for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(x[i][j]) :: "memory");
+}
+
 __device__ inline void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ inline void end() {

@@ -312,7 +312,7 @@ def _engine(
 
     def loaded() -> Loaded:
         found = load(model, adapter_path=adapter_path, trust_remote_code=trust_remote_code)
-        cache = PrefixCache(found.model, adapter=adapter_path or "", **cache_options)
+        cache = PrefixCache(found.model, attach=False, **cache_options)
         return Loaded(found.model, found.tokenizer, cache)
 
     return Engine(loaded, options)

@@ -53,7 +53,7 @@ def load(
         loaded[0].set_dtype(mx.float32)
         mx.eval(loaded[0].parameters())  # here: another thread could not
     accel.install()
-    # The disk tier tells models apart by the content of these files.
+    # For people: `rewarm cache ls` shows it.
     place = Path(model) if Path(model).is_dir() else hf_repo_to_path(str(model))
     loaded[0].rewarm_source = str(place)
     return Loaded(loaded[0], loaded[1])

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rewarm.cache import survey as module
-from rewarm.cache.model import Namespace
+from rewarm.cache.namespace import Namespace
 from rewarm.cache.survey import COLUMNS, SUMMED, Survey, Surveyor
 from rewarm.cache.tree import WIDTH, Checkpoint, ChunkTree, Tree
 
 from .test_tree import Span, insert, key
 
-OURS = Namespace("model", "float32", "plain", "")
-THEIRS = Namespace("model", "float32", "plain", "", "salt")
+OURS = Namespace("model")
+THEIRS = Namespace("model", salt="salt")
 prompts = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), max_size=12)
 
 

@@ -4,11 +4,17 @@ import os
 import threading
 
 _installing = threading.Lock()
+_installed = False
 
 
 def is_off() -> bool:
     """Whether mlx-lm and MLX are to be left as they come."""
     return os.environ.get("REWARM_ACCEL", "").strip().lower() in ("0", "off")
+
+
+def state() -> str:
+    """Whether what computes in this process is ours or as it comes, in a word."""
+    return "off" if is_off() else "on" if _installed else "not yet on"
 
 
 def install(*, loaded: bool = True) -> None:
@@ -19,7 +25,9 @@ def install(*, loaded: bool = True) -> None:
     """
     from rewarm.accel import cpu, cuda_attention, cuda_convolution, delta, heap, scans
 
+    global _installed
     with _installing:
+        _installed = True
         delta.install()
         cpu.install()
         cuda_attention.install()

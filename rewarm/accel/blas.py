@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import logging
 import os
+import platform
 import struct
 import sys
 import threading
@@ -16,6 +17,11 @@ log = logging.getLogger("rewarm")
 
 GEMMS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # all that MLX asks of a CBLAS
 PREFIXES = ("", "scipy_")
+SETTINGS = (
+    ("openblas_get_config", ctypes.c_char_p),
+    ("openblas_get_corename", ctypes.c_char_p),
+    ("openblas_get_num_threads", ctypes.c_int),
+)
 MACHINES = {"x86_64": 62, "aarch64": 183}  # ELF's numbers for the two that MLX has wheels for
 # Fedora's plain name is the one-thread build; its threaded one has the `p`.
 SYSTEM_NAMES = ("libopenblasp.so.0", "libopenblas.so.0", "libopenblas.so")
@@ -69,6 +75,24 @@ def load() -> Blas:
 def current() -> Blas:
     """What `load` decided."""
     return load()
+
+
+def settings() -> str:
+    """Everything about this BLAS that can change the bits of a product, as one text."""
+    used = current()
+    threads = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("VECLIB_")]
+    found = [used.name, *threads, " ".join(platform.mac_ver()[:1])]
+    if used.path is not None:
+        library = ctypes.CDLL(used.path)
+        for prefix in PREFIXES:
+            for name, kind in SETTINGS:
+                try:
+                    ask = library[prefix + name]
+                except AttributeError:
+                    continue
+                ask.restype = kind
+                found.append(str(ask()))
+    return " ".join(found)
 
 
 def _decide() -> Blas:

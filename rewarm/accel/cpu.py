@@ -18,7 +18,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from . import is_off
-from .replace import Place, put
+from .replace import Place, note, put
 
 nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow
 
@@ -79,6 +79,12 @@ def install() -> bool:
         _stock["silu"] = nn.silu
         _stock["convolution"] = nn.Conv1d.__call__
         _stock["attention"] = mx.fast.scaled_dot_product_attention
+        for name, ours in (
+            ("silu", _silu),
+            ("convolution", _convolution),
+            ("attention", _attention),
+        ):
+            note(ours, _stock[name])
         nn.silu = _silu
         nn.Conv1d.__call__ = _convolution
         mx.fast.scaled_dot_product_attention = _attention

@@ -17,6 +17,7 @@ import mlx.core as mx
 from . import is_off
 from .kernels.attention import ATTENTION, HEAD_DIMS, HEADER, TOGETHER
 from .launch import Launch, agree, is_cuda, kernel
+from .replace import note
 
 PLANNED_DIM = 128
 """Heads up to this size go through cuDNN, which has the faster kernel for many queries."""
@@ -41,6 +42,7 @@ def install() -> bool:
         return False
     if not _stock:
         _stock.append(mx.fast.scaled_dot_product_attention)
+        note(_attention, _stock[0])
         mx.fast.scaled_dot_product_attention = _attention
     return True
 

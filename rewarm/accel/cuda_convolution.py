@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from . import is_off
 from .launch import FLOATS, Launch, agree, is_cuda, kernel
+from .replace import note
 
 nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow
 
@@ -43,6 +44,7 @@ def install() -> bool:
         return False
     if not _stock:
         _stock.append(nn.Conv1d.__call__)
+        note(_convolution, _stock[0])
         nn.Conv1d.__call__ = _convolution
     return True
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import cuda, is_off
-from .replace import check_parameters, say_once
+from .replace import check_parameters, note, say_once
 
 Rule = Callable[..., tuple[mx.array, mx.array]]
 
@@ -76,6 +76,7 @@ def install() -> bool:
         say_once("gated delta layers run token by token", str(error))
         return False
     _stock = found
+    note(_installed, found)
     gated_delta.gated_delta_ops = _installed
     return True
 

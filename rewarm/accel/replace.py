@@ -14,6 +14,8 @@ log = logging.getLogger("rewarm")
 Function = Callable[..., Any]
 MODELS = "mlx_lm.models."
 
+_stock_of: dict[Function, Function] = {}
+
 
 class Place(NamedTuple):
     """A function of mlx-lm, and ours."""
@@ -41,6 +43,7 @@ def put(place: Place, stock: dict[str, Function], otherwise: str) -> bool:
             check_parameters(found, place.parameters)
             if stock.setdefault(name, found) is not found:
                 return False  # somebody else's, over ours
+            note(place.ours, found)
     except (AttributeError, TypeError, ValueError) as error:
         say_once(otherwise, str(error))
         return False
@@ -49,6 +52,19 @@ def put(place: Place, stock: dict[str, Function], otherwise: str) -> bool:
         if other.startswith(MODELS) and getattr(each, name, None) is stock[name]:
             setattr(each, name, place.ours)
     return True
+
+
+def note(ours: Function, stock: Function) -> None:
+    """Remember the function that ours stands in place of."""
+    if stock is not ours:
+        _stock_of.setdefault(ours, stock)
+
+
+def original(function: Function) -> Function:
+    """The function that this one stands in place of, or itself."""
+    while function in _stock_of:
+        function = _stock_of[function]
+    return function
 
 
 def check_parameters(found: Function, expected: tuple[str, ...]) -> None:

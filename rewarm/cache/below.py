@@ -13,7 +13,7 @@ from .disk.tier import DiskTier, Loaded
 from .find import Found, Query
 from .layout import Layout
 from .memory import MemoryTier
-from .model import Namespace
+from .namespace import Namespace
 from .payload import Rows
 from .pins import Pin
 from .retention import Evictor, Item

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .layout import Layout
 from .lease import Match, Reason
-from .model import Namespace
+from .namespace import Namespace
 from .tree import WIDTH, Node, Tree, Walk
 
 

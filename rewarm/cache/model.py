@@ -1,18 +1,14 @@
-"""What the cache asks of a model: its blank caches, its vocabulary, and what tells it apart."""
+"""The sizes of a model, its blank caches, and the tokens that it can take."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.quantized import QuantizedEmbedding
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from rewarm.errors import InvalidOption, InvalidPrompt, UnsupportedModel
@@ -20,52 +16,6 @@ from rewarm.errors import InvalidOption, InvalidPrompt, UnsupportedModel
 from .tree import Tokens
 
 MakeCaches = Callable[[], list[Any]]
-
-SAMPLE = 16
-"""Values of each parameter that go into a fingerprint."""
-
-
-@dataclass(frozen=True)
-class Namespace:
-    """What must be equal for two prompts to share anything."""
-
-    model: str
-    dtype: str
-    kv: str
-    """The form of the K/V: "plain", or its bits and group size."""
-    adapter: str = ""
-    salt: str = ""
-
-    @staticmethod
-    def of(model: Any, kv: str, adapter: str) -> Namespace:
-        return Namespace(fingerprint(model), floating_dtype(model), kv, adapter)
-
-    def salted(self, salt: str | None) -> Namespace:
-        return replace(self, salt=salt or "")
-
-
-def fingerprint(model: Any) -> str:
-    """A digest of a model's class, its parameters' names and shapes, and some of their values.
-
-    It tells models in one process apart; it does not read all weights.
-    """
-    digest = hashlib.sha256(f"{type(model).__module__}.{type(model).__qualname__}".encode())
-    samples = []
-    for name, value in _parameters(model):
-        digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
-        flat = value.reshape(-1)
-        samples.append(flat[:: max(1, flat.size // SAMPLE)][:SAMPLE].astype(mx.float32))
-    if samples:
-        digest.update(np.asarray(mx.concatenate(samples)).tobytes())
-    return digest.hexdigest()[:32]
-
-
-def floating_dtype(model: Any) -> str:
-    """The dtype that a model computes in."""
-    for _, value in _parameters(model):
-        if mx.issubdtype(value.dtype, mx.floating):
-            return str(value.dtype).removeprefix("mlx.core.")
-    return "none"
 
 
 def vocabulary_size(model: Any) -> int | None:
@@ -85,29 +35,6 @@ def context_size(model: Any) -> int:
     """The longest sequence that a model was made for, by its arguments."""
     found = _argument(model, "max_position_embeddings") or _argument(model, "n_positions")
     return found or 1 << 31
-
-
-def evaluate(model: Any) -> None:
-    """Evaluate every array that can be reached from a model, and not only its parameters: what is
-    lazy belongs to the stream, and so to the thread, that it was made in."""
-    seen: set[int] = set()
-    arrays: list[mx.array] = []
-    todo: list[Any] = [model]
-    while todo:
-        each = todo.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, mx.array):
-            arrays.append(each)
-        elif isinstance(each, dict):
-            todo.extend(each.values())
-            todo.extend(getattr(each, "__dict__", {}).values())
-        elif isinstance(each, (list, tuple, set)):
-            todo.extend(each)
-        elif type(each).__module__.startswith(("mlx.", "mlx_lm.")):
-            todo.extend(getattr(each, "__dict__", {}).values())
-    mx.eval(arrays)
 
 
 def checked_tokens(tokens: Sequence[int] | npt.NDArray[Any], vocabulary: int) -> Tokens:
@@ -177,7 +104,3 @@ def _argument(model: Any, name: str) -> int | None:
             if isinstance(size, int) and size > 0:
                 return size
     return None
-
-
-def _parameters(model: Any) -> list[tuple[str, mx.array]]:
-    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))

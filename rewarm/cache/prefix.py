@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,25 +19,20 @@ from rewarm.accel import heap
 from rewarm.errors import CacheClosed, InvalidOption, ModelMismatch
 
 from .below import Below, Promoter
+from .binding import Binding
 from .commit import Committer
 from .cuts import APART, Divider
 from .disk.opening import open_tier
 from .disk.tier import DiskTier
 from .find import Query, find
 from .gone import Gone
+from .identity import Description
 from .layout import Layout
 from .lease import Lease, Match
 from .memory import Held, MemoryTier, auto_size, most_buffers, parse_size
 from .miss import Explainer, Miss, Missed
-from .model import (
-    MakeCaches,
-    Namespace,
-    cache_maker,
-    check_kv,
-    checked_tokens,
-    fingerprint,
-    vocabulary_size,
-)
+from .model import MakeCaches, cache_maker, check_kv, checked_tokens, vocabulary_size
+from .namespace import Namespace
 from .pins import Pin, Pins
 from .placement import Boundary, ChatPlacement, Kind, Placement, Shape
 from .restore import Restorer
@@ -75,7 +71,9 @@ class PrefixCache:
         layout: Layout | None = None,
         adapter: str = "",
         max_buffers: int | None = None,
+        attach: bool = True,
     ) -> None:
+        """`attach=False` leaves the disk alone until `attach` is called: see there."""
         self.check_options(memory, disk, disk_size, reuse, chunk, kv_bits, kv_group_size)
         budget = parse_size(memory) if memory != "auto" else auto_size()
         self.model = model
@@ -93,8 +91,13 @@ class PrefixCache:
             checkpoints=self.layout.has_state or self.layout.has_window,
         )
         self.memory = MemoryTier(budget, max_buffers or most_buffers())
-        self._namespace = Namespace.of(
-            model, f"{kv_bits}/{kv_group_size}" if kv_bits else "plain", adapter
+        self._binding = Binding(
+            model,
+            self.blank,
+            kv=f"{kv_bits}/{kv_group_size}" if kv_bits else "plain",
+            adapter=adapter,
+            exact=reuse == "exact",
+            chunk=self.chunk,
         )
         self.vocabulary = vocabulary_size(model) or 1 << 31
         self._trees: dict[Namespace, Tree] = {}
@@ -107,32 +110,20 @@ class PrefixCache:
         )
         trees = self._trees.values()
         self._committer = Committer(self.layout, self.memory, self._evictor, trees)
-        self.disk: DiskTier | None = None
         self._restorer = Restorer(self.layout, self.blank, self.memory)
-        if disk is not None and self.layout.reusable:
-            self.disk = open_tier(
-                Path(disk),
-                parse_size(disk_size, "disk_size"),
-                self.layout,
-                self._evictor.policy,
-                model=model,
-                adapter=adapter,
-                caches=self.blank(),
-                grid=f"exact {self.chunk}" if reuse == "exact" else "fast",
-            )
         self._gone = Gone()
         self._explainer = Explainer(self.layout, self._gone)
         self._evictor.on_evict = self._evicted
-        if self.disk is not None:
-            promoter = Promoter(self.layout, self.memory, self._evictor, trees)
-            self._restorer.below = Below(self.disk, promoter, self._trees)
-            self._committer.on_change = self.disk.changed
-        self._pins = pins = Pins()
-        if self.disk is not None:
-            self.disk.writer.in_use = lambda: bool(pins.held)
+        self._pins = Pins()
         self._lock = threading.RLock()
         self._clock = 0
         self._closed = False
+        self.disk: DiskTier | None = None
+        self._folder = Path(disk) if disk is not None and self.layout.reusable else None
+        self._disk_size = parse_size(disk_size, "disk_size")
+        self._attaching: threading.Thread | None = None
+        if attach:
+            self.attach()
 
     @staticmethod
     def check_options(
@@ -153,6 +144,85 @@ class PrefixCache:
         parse_size(disk_size, "disk_size")
         if memory != "auto":
             parse_size(memory)
+
+    def attach(self, *, beside: bool = False) -> None:
+        """Take the model's identity, and open what lies below memory under it.
+
+        Call it on a thread that may run the model. All weights are read for it: with `beside`, by
+        another thread, while requests are answered. Until that is done, nothing is read or written
+        below memory; what memory holds by then is given to the disk later, as everything is."""
+        if self._folder is None or self.disk is not None or self._attaching is not None:
+            return
+        description = self._binding.describe()
+        if not beside:
+            return self._attach(description)
+        work = threading.Thread(
+            target=self._attach, args=(description,), name="rewarm-attach", daemon=True
+        )
+        self._attaching = work
+        work.start()
+
+    def _attach(self, description: Description) -> None:
+        before = self._binding.namespace
+        namespace = self._binding.identified(description)
+        assert self._folder is not None
+        disk = open_tier(
+            self._folder,
+            self._disk_size,
+            self.layout,
+            self._evictor.policy,
+            namespace=namespace,
+            name=getattr(self.model, "rewarm_source", type(self.model).__module__),
+            grid=f"exact {self.chunk}" if self.reuse == "exact" else "fast",
+        )
+        with self._lock:
+            self._attaching = None
+            if disk is None:
+                self._folder = None
+                return
+            if self._closed or self._binding.namespace != before:
+                log.warning("there is no disk tier: the model was changed while it was read")
+                return disk.close()
+            self._binding.namespace = namespace
+            trees = {replace(name, base=namespace.base): t for name, t in self._trees.items()}
+            self._trees.clear()
+            self._trees.update(trees)
+            self.disk = disk
+            promoter = Promoter(self.layout, self.memory, self._evictor, self._trees.values())
+            self._restorer.below = Below(disk, promoter, self._trees)
+            self._committer.on_change = disk.changed
+            pins = self._pins
+            disk.writer.in_use = lambda: bool(pins.held)
+            for tree in trees.values():
+                for node in tree.nodes():
+                    disk.changed(tree, node)
+
+    def _attached(self) -> None:
+        """Wait until `attach` is done."""
+        work = self._attaching
+        if work is not None:
+            work.join()
+
+    def rebind(self, model: Any = None) -> None:
+        """Go on with the model as it is now; `model` may be another object that computes the same.
+
+        For whoever edits arrays in place, which nothing else notices. State is found again where
+        the model computes what it computed before; a cache without a disk cannot know that, and
+        forgets everything."""
+        self._attached()
+        if model is not None and model is not self.model:
+            self._binding.check(model)
+        namespace = None
+        if self.disk is not None:
+            namespace = self._binding.identified(self._binding.describe())
+        with self._entered():
+            if namespace is None:
+                self._binding.start_anew()
+                self._forget()
+            else:
+                if namespace != self._binding.namespace:
+                    log.info("the model was changed: what is computed from now on is kept apart")
+                self._binding.namespace = namespace
 
     def match(
         self,
@@ -203,10 +273,12 @@ class PrefixCache:
         if not 0 < hint < math.inf:
             raise InvalidOption(f"hint={hint!r} is no likelihood: give a number above 0, such as 2")
         prompt = checked_tokens(tokens, self.vocabulary)
+        began = time.perf_counter()
+        if not self._binding.is_same():
+            self.rebind()
         with self._entered():
-            began = time.perf_counter()
             self._clock += 1
-            namespace = self._namespace.salted(salt)
+            namespace = self._binding.namespace.salted(salt)
             tree = self._tree(namespace)
             own_cuts = self._divider.grid(len(prompt), boundaries)
             query = Query(namespace, tree, encode(prompt), own_cuts)
@@ -287,7 +359,7 @@ class PrefixCache:
         tool call, which is soon followed by its result, say nothing."""
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
-            tree = self._trees.get(self._namespace.salted(salt))
+            tree = self._trees.get(self._binding.namespace.salted(salt))
             if tree is not None:
                 walk = tree.walk(encode(prompt), self._divider.grid(len(prompt), boundaries))
                 self._evictor.let_wait(walk.node)
@@ -329,7 +401,7 @@ class PrefixCache:
         return (self._clock, *(n for p in parts for n in (p.held.nodes, p.held.total)))
 
     def in_namespace(self, namespace: Namespace, salt: str | None) -> bool:
-        return namespace == self._namespace.salted(salt)
+        return namespace == self._binding.namespace.salted(salt)
 
     def resize(self, memory: int | str) -> None:
         """Set another budget; what no longer fits goes at once, except what is leased."""
@@ -351,10 +423,12 @@ class PrefixCache:
         `wait` it is only given to the writer; False where that had no room for all of it.
         `durable`: only what is sure to be asked for again, such as system prompts and users' turns.
         A disk that refuses is said in the log."""
+        if wait:
+            self._attached()
         with self._entered():
             disk = self.disk
-        if disk is None:
-            return True
+            if disk is None:
+                return self._attaching is None
         todo: list[Node] | None = None
         refusals = disk.refusals
         while True:
@@ -400,22 +474,23 @@ class PrefixCache:
 
     def check_model(self, model: Any) -> None:
         """Raise unless the cache was made for this model."""
-        if model is not self.model and fingerprint(model) != self._namespace.model:
-            raise ModelMismatch(
-                f"this cache was made for another model ({type(self.model).__module__}): "
-                "make one for this model with PrefixCache(model)"
-            )
+        if model is not self.model:
+            self._binding.check(model)
+        elif self.disk is not None:
+            self.rebind()
 
     def _query(self, prompt: Tokens, salt: str | None, boundaries: Sequence[Boundary]) -> Query:
         """To look for a prompt without leaving a trace."""
-        namespace = self._namespace.salted(salt)
+        namespace = self._binding.namespace.salted(salt)
         tree = self._trees.get(namespace) or self._new_tree(namespace)
         cuts = self._divider.grid(len(prompt), boundaries)
         return Query(namespace, tree, encode(prompt), cuts)
 
     def _why(self, match: Match, query: Query, other_salts: Sequence[str] = ()) -> Miss | None:
         # Of other namespaces, those that are no secret to whoever asks for this one.
-        names = {self._namespace.salted(salt) for salt in ("", *other_salts)} - {query.namespace}
+        names = {self._binding.namespace.salted(salt) for salt in ("", *other_salts)} - {
+            query.namespace
+        }
         open_trees = [self._trees[name] for name in names if name in self._trees]
         below = self._restorer.below
         stored = below.tree(query.namespace) if below is not None else None

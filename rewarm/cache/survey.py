@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .disk.trees import SECOND
-from .model import Namespace
+from .namespace import Namespace
 from .placement import WEIGHTS
 from .tree import WIDTH, Node, Tree, agreement
 

@@ -21,8 +21,9 @@ from mlx_lm.generate import generation_stream, wired_limit
 from rewarm import accel
 from rewarm.accel.launch import is_cuda
 from rewarm.cache import PrefixCache
+from rewarm.cache.identity import evaluate
 from rewarm.cache.memory import auto_size
-from rewarm.cache.model import checked_tokens, context_size, evaluate, vocabulary_size
+from rewarm.cache.model import checked_tokens, context_size, vocabulary_size
 from rewarm.cache.placement import Boundary
 from rewarm.cache.tree import Tokens
 from rewarm.errors import ContextExceeded, InvalidOption, NotReady, QueueFull, RewarmError
@@ -288,6 +289,7 @@ class Engine:
                 type(model).__module__,
             )
         runner = Runner(model, cache, self._vocabulary, running_bytes(model, cache), batched)
+        cache.attach(beside=True)
         if is_cuda():
             self.detail = "kernels are being compiled"
             log.info(self.detail)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from typing import Any
+from collections.abc import Callable
 
 from rewarm.cache.tree import Tokens, agreement, encode
 
+from .records import NamespaceInfo
 from .store import Store
 
 MOST = 1024
@@ -20,9 +21,9 @@ MOST = 1024
 class Others:
     """Safe to use from any thread."""
 
-    def __init__(self, store: Store, about: dict[str, Any]) -> None:
+    def __init__(self, store: Store, is_ours: Callable[[NamespaceInfo], bool]) -> None:
         self._store = store
-        self._own = _form(about)
+        self._is_ours = is_ours
         self._keys: dict[str, list[bytes]] | None = None
         """By the digest of the salt."""
         self._lock = threading.Lock()
@@ -46,12 +47,7 @@ class Others:
     def _read(self) -> dict[str, list[bytes]]:
         found: dict[str, list[bytes]] = {}
         for space in self._store.namespaces():
-            if _form(space.about) != self._own:
+            if not self._is_ours(space):
                 keys = self._store.first_keys(space.id, MOST)
                 found.setdefault(str(space.about.get("salt", "")), []).extend(keys)
         return found
-
-
-def _form(about: dict[str, Any]) -> dict[str, Any]:
-    """What tells namespaces apart besides the salt."""
-    return {name: value for name, value in about.items() if name not in ("salt", "name")}

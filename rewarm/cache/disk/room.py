@@ -58,6 +58,8 @@ class Room:
         """Room for so many bytes by the time that they are written."""
         while self._strangers and self._lacking(nbytes) > 0:
             stranger = self._strangers.pop()
+            if self._trees.is_ours(stranger):
+                continue  # the model became this one meanwhile
             name = stranger.about.get("name", stranger.digest)
             log.info("the disk tier is full: what %s has in it goes", name)
             self._writer.put(Job(clears=stranger))

@@ -11,11 +11,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..find import Found, Query, find
 from ..layout import Layout
-from ..model import Namespace
+from ..namespace import Namespace
 from ..payload import PackedState, Rows, chained
 from ..pins import Pin
 from ..placement import WEIGHTS
@@ -52,15 +51,23 @@ class DiskTier:
     """Called with the cache's lock held, except for `wait` and `close`."""
 
     def __init__(
-        self, store: Store, layout: Layout, policy: Retention, about: dict[str, Any]
+        self,
+        store: Store,
+        layout: Layout,
+        policy: Retention,
+        namespace: Namespace,
+        *,
+        name: str,
+        grid: str,
     ) -> None:
+        """`name` and `grid` are the model and the reuse mode, as people call them."""
         self.store = store
         self.layout = layout
         self.writer = Writer(store)
         self.loads = 0
         """Spans that were brought up to memory."""
-        self.others = Others(store, about)
-        self.trees = DiskTrees(store, self.writer, layout, about)
+        self.trees = DiskTrees(store, self.writer, layout, namespace, name=name, grid=grid)
+        self.others = Others(store, self.trees.is_ours)
         self._room = Room(store, self.writer, self.trees, layout, policy)
         self._readers = ThreadPoolExecutor(READERS, "rewarm-disk-read")
         self._fresh: dict[Node, Tree] = {}
@@ -219,7 +226,8 @@ class DiskTier:
         self.trees.forget()
         self._fresh.clear()
         self._room.forget()
-        self.store.clear(where={"weights": self.trees.about["weights"]})
+        for weights in self.trees.weights:
+            self.store.clear(where={"weights": weights})
 
     def nbytes(self) -> int:
         """What the store takes on disk."""

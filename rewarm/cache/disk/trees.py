@@ -5,6 +5,7 @@ Every change is one of a tree and a job for the writer, in the same order."""
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,12 +13,12 @@ from typing import Any
 
 from ..layout import Layout
 from ..memory import Held, MemoryTier
-from ..model import Namespace
+from ..namespace import Namespace
 from ..payload import Rows
 from ..placement import WEIGHTS
 from ..retention import Item
 from ..tree import WIDTH, Checkpoint, ChunkTree, Node, Origin, Tree
-from .index import no_collection
+from .index import FORMAT, no_collection
 from .records import NamespaceInfo, StoredNode
 from .source import OnDisk, Source
 from .store import Store
@@ -42,13 +43,24 @@ class DiskTree:
 
 
 class DiskTrees:
-    def __init__(self, store: Store, writer: Writer, layout: Layout, about: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        writer: Writer,
+        layout: Layout,
+        namespace: Namespace,
+        *,
+        name: str,
+        grid: str,
+    ) -> None:
         self.store = store
         self.layout = layout
-        self.about = about
+        self._bases = {namespace.salted(None)}
+        """Every namespace that this process has used, but for the salt."""
+        self._for_people = {"name": name, "grid": grid}
         self.account = MemoryTier(UNLIMITED, UNLIMITED)
         self._writer = writer
-        self._chunked = str(about["grid"]).startswith("exact")
+        self._chunked = grid.startswith("exact")
         self._known: dict[int, DiskTree] = {}
         """By the number of their namespace: the salts of those that nobody asked for yet are not
         known."""
@@ -58,21 +70,29 @@ class DiskTrees:
     def __iter__(self) -> Iterator[DiskTree]:
         return iter(self._known.values())
 
+    @property
+    def weights(self) -> set[str]:
+        """The digests of the weights that this process has used."""
+        return {base.weights for base in self._bases}
+
     def known(self, namespace: Namespace) -> DiskTree | None:
         """A namespace's tree, if anything was ever stored for it."""
         if namespace not in self._numbers:
-            number = self.store.known_namespace(self.digest(namespace))
+            number = self.store.known_namespace(digest(namespace))
             if number is None:
                 return None
-            self._numbers[namespace] = number
+            self._number(namespace, number)
         return self._read(self._numbers[namespace])
 
     def of(self, namespace: Namespace) -> DiskTree:
         if namespace not in self._numbers:
-            salt = namespace.salt and hashlib.sha256(namespace.salt.encode()).hexdigest()[:16]
-            number = self.store.namespace(self.digest(namespace), {**self.about, "salt": salt})
-            self._numbers[namespace] = number
+            about = {**_about(namespace), **self._for_people}
+            self._number(namespace, self.store.namespace(digest(namespace), about))
         return self._read(self._numbers[namespace])
+
+    def _number(self, namespace: Namespace, number: int) -> None:
+        self._numbers[namespace] = number
+        self._bases.add(namespace.salted(None))
 
     def by_namespace(self) -> dict[Namespace, Tree]:
         """Those that were read since the start; the index may have more."""
@@ -87,14 +107,10 @@ class DiskTrees:
 
     def is_ours(self, info: NamespaceInfo) -> bool:
         """Whether another salt is all that can tell a namespace from those of this process."""
-        return all(info.about.get(k) == v for k, v in self.about.items() if k != "name")
-
-    def digest(self, namespace: Namespace) -> str:
-        """What must be equal, as one text: the weights in full, and not the sample of a process."""
-        parts = {**asdict(namespace), **self.about}
-        del parts["name"]
-        text = "\n".join(f"{name}={value}" for name, value in sorted(parts.items()))
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        return any(
+            all(info.about.get(k) == v for k, v in _about(base).items() if k != "salt")
+            for base in self._bases
+        )
 
     def _read(self, number: int) -> DiskTree:
         """The tree as the index has it."""
@@ -312,6 +328,19 @@ class DiskTrees:
             state=None,
         )
         return Row(own.namespace, stored, *(_source(p) for p in (node.rows, node.window, state)))
+
+
+def digest(namespace: Namespace) -> str:
+    """The name of a namespace in the index: it tells nothing of the salt."""
+    text = json.dumps({**asdict(namespace), "format": FORMAT}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _about(namespace: Namespace) -> dict[str, Any]:
+    """A namespace as the index describes it: of the salt, a digest."""
+    salt = namespace.salt and hashlib.sha256(namespace.salt.encode()).hexdigest()[:16]
+    own = {**asdict(namespace), "weights": namespace.weights, "salt": salt}
+    return {**own, "format": FORMAT}
 
 
 def _source(part: Any) -> Source | None:

@@ -1,0 +1,78 @@
+"""The model that a cache belongs to, as it was when its state was computed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rewarm.errors import ModelMismatch
+
+from .identity import Description, Watch, execution, keeps_memos, run_once
+from .model import MakeCaches
+from .namespace import Namespace, form_of
+
+_unknown = itertools.count(1)
+
+
+class Binding:
+    """Says under which namespace the state of a model is kept, and notices another model.
+
+    Without an identity the namespace is good for this process and this state of the model only.
+    """
+
+    def __init__(
+        self, model: Any, blank: MakeCaches, *, kv: str, adapter: str, exact: bool, chunk: int
+    ) -> None:
+        self.model = model
+        self.blank = blank
+        self._exact, self._chunk = exact, chunk
+        # A folder is no name: it may be moved, and what lies in it is part of the model.
+        named = "" if Path(adapter).is_dir() else adapter
+        self.namespace = Namespace("", named, kv, form_of(blank()))
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Share nothing with what was computed before."""
+        self.namespace = replace(self.namespace, base=f"unknown {next(_unknown)}")
+        self._watch = Watch(self.model)
+
+    def is_same(self) -> bool:
+        """Whether the model's modules hold the objects that they held, as far as it matters.
+
+        Some models write values again whenever they run, which changes nothing.
+        """
+        changes = set(self._watch.changes())
+        if not changes:
+            return True
+        besides = self._watch.besides
+        before = Watch(self.model, besides)
+        run_once(self.model, self.blank)
+        written = set(before.changes())
+        if changes <= written:
+            self._watch = Watch(self.model, besides | written)
+        return changes <= written
+
+    def describe(self) -> Description:
+        """Call this on a thread that may run the model."""
+        if keeps_memos(self.model):
+            run_once(self.model, self.blank)
+        self._watch = Watch(self.model, self._watch.besides)
+        return Description.of(self.model)
+
+    def identified(self, description: Description) -> Namespace:
+        """The namespace of the model that was described. It takes a while: all weights are read."""
+        base = description.identity(execution(exact=self._exact, chunk=self._chunk))
+        return replace(self.namespace, base=base)
+
+    def check(self, other: Any) -> None:
+        """Raise unless another model object computes the same."""
+        if keeps_memos(other):
+            run_once(other, self.blank)
+        mine, theirs = (self.identified(d) for d in (self.describe(), Description.of(other)))
+        if mine != theirs:
+            raise ModelMismatch(
+                f"this cache was made for another model ({type(self.model).__module__}): "
+                "make one for this model with PrefixCache(model)"
+            )

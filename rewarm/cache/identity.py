@@ -1,0 +1,395 @@
+"""The identity of what computes, taken from the live model and from what executes it.
+
+Two models that give other logits for one prompt must never have the same identity. So nothing is
+sampled, and nothing is remembered by file or by object: an edit in place (`weight[1] = 3`) keeps
+both the array object and its buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shutil
+import sys
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import xxhash
+from mlx.nn.layers.base import Module
+
+from rewarm import accel
+from rewarm.accel import blas, replace
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+NOT_COMPUTED_WITH = frozenset({"_no_grad", "rewarm_source"})
+"""Attributes of a module that say how it is trained, and where it was loaded from."""
+
+NOT_FOLLOWED = frozenset({*sys.stdlib_module_names, "numpy", "transformers", "torch", "rewarm"})
+"""Packages whose functions are described by their names."""
+
+HASHERS = 2
+"""Threads that read arrays: two of them read as fast as memory allows."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model as text and arrays. Another thread may digest it: its arrays are evaluated."""
+
+    text: bytes
+    arrays: tuple[mx.array, ...]
+
+    @staticmethod
+    def of(model: Any) -> Description:
+        """Describe every value that can be reached from a model.
+
+        Call it where lazy arrays of the model can be evaluated: on the thread that made them.
+        """
+        found = _Describer()
+        found.note(model)
+        text = "\n".join(found.lines()).encode()
+        mx.eval(found.arrays)
+        return Description(text, tuple(found.arrays))
+
+    def identity(self, execution: str) -> str:
+        """Digest all bytes. This reads every array, at about the speed of memory.
+
+        The weights' digest comes first, so that it can be told which namespaces are of one model.
+        """
+        with ThreadPoolExecutor(HASHERS, "rewarm-identity") as pool:
+            digests = list(pool.map(_array_digest, self.arrays))
+        weights = xxhash.xxh3_128(b"".join(sorted(digests)))
+        base = xxhash.xxh3_128(self.text)
+        for part in (*digests, execution.encode()):
+            base.update(part)
+        return f"{weights.hexdigest()}-{base.hexdigest()}"
+
+
+def execution(*, exact: bool, chunk: int) -> str:
+    """What executes a model: versions and the kind of device.
+
+    In `exact` also whatever changes the bits of a result on this device.
+    """
+    cpu = mx.default_device() == mx.cpu
+    parts: list[object] = [
+        _version("mlx"),
+        _version("mlx-lm"),
+        _kernels_digest(),
+        "cpu" if cpu else "metal" if mx.metal.is_available() else "cuda",
+    ]
+    if exact:
+        parts += ["exact", chunk, accel.state(), platform.machine()]
+        parts += [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("MLX_")]
+        if cpu:
+            compiler = shutil.which("g++") or ""
+            parts += [blas.settings(), os.path.realpath(compiler) if compiler else "no compiler"]
+        else:
+            device = dict(mx.device_info())
+            parts += [device.get("device_name"), device.get("architecture"), platform.release()]
+    return "\n".join(str(part) for part in parts)
+
+
+Slot = tuple[int, str]
+"""A module, by its place among all, and the name of a value that it holds."""
+
+
+class Watch:
+    """The objects that a model's modules hold, to notice cheaply when one is replaced.
+
+    It does not see an edit in place. It keeps nothing alive: replaced weights can go.
+    """
+
+    def __init__(self, model: Any, besides: Collection[Slot] = ()) -> None:
+        """`besides`: slots that may change. A memo that is still to be filled may, too."""
+        modules = [(module, dict(_values(module))) for module in _modules(model)]
+        memos = {
+            (i, n) for i, (_, held) in enumerate(modules) for n in held if _is_memo(n, held[n])
+        }
+        self.besides = memos.union(besides)
+        self._held = [
+            (weakref.ref(module), {name: _ref(value) for name, value in held.items()})
+            for module, held in modules
+        ]
+
+    def changes(self) -> Iterator[Slot]:
+        """The slots whose object is another one now."""
+        for i, (module_ref, refs) in enumerate(self._held):
+            module = module_ref()
+            held = dict(_values(module)) if module is not None else {}
+            for name, ref in refs.items():
+                was = ref() if type(ref) is weakref.ref else ref
+                if held.pop(name, _GONE) is not was and (i, name) not in self.besides:
+                    yield i, name
+            yield from ((i, name) for name in held if (i, name) not in self.besides)
+
+
+_GONE = object()
+
+
+def run_once(model: Any, blank: Callable[[], list[Any]]) -> None:
+    """Run a model on next to nothing, as a prompt and as a decode step."""
+    for tokens in ([[0, 0]], [[0]]):
+        mx.eval(model(mx.array(tokens), cache=blank()))
+
+
+def keeps_memos(model: Any) -> bool:
+    """Whether a model has yet to fill what it computes once from its parameters and keeps.
+
+    Its identity after it has run would be another one.
+    """
+    return any(_is_memo(*item) for module in _modules(model) for item in vars(module).items())
+
+
+def _modules(model: Any) -> list[Module]:
+    modules = getattr(model, "modules", None)
+    found = modules() if callable(modules) else []
+    return [module for module in found if isinstance(module, Module)]
+
+
+def _is_memo(name: str, value: Any) -> bool:
+    return value is None and name.startswith("_")
+
+
+def _values(module: Module) -> Iterator[tuple[str, Any]]:
+    """The values that a module holds itself; a list of modules or arrays counts item by item."""
+    yield "class", type(module)
+    for name, value in module.items():
+        if type(value) is list or type(value) is tuple:
+            yield from ((f"{name}.{i}", each) for i, each in enumerate(value))
+        else:
+            yield name, value
+    for name, value in vars(module).items():
+        if name not in NOT_COMPUTED_WITH:
+            yield name, value
+
+
+def _ref(value: Any) -> Any:
+    return weakref.ref(value) if isinstance(value, (mx.array, Module)) else value
+
+
+def evaluate(model: Any) -> None:
+    """Evaluate every array that can be reached from a model, and not only its parameters: what is
+    lazy belongs to the stream, and so to the thread, that it was made in."""
+    Description.of(model)
+
+
+class _Describer:
+    """Writes a line for each object that it is told to note, and for each that these hold.
+
+    An object is named by the order in which it was met, so sharing and cycles cost nothing, and
+    equal models give equal lines.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: list[mx.array] = []
+        self._numbers: dict[int, int] = {}
+        self._todo: list[Any] = []
+        # Objects are told apart by their address, so each one stays alive until the end.
+
+    def lines(self) -> Iterator[str]:
+        for number, thing in enumerate(self._todo):  # grows meanwhile
+            yield f"#{number} " + " ".join(self._parts(thing))
+
+    def note(self, thing: Any) -> str:
+        """A plain value as it is, anything else by its number."""
+        if type(thing) in PLAIN:
+            return f"{type(thing).__name__}:{thing!r}"
+        if isinstance(thing, types.FunctionType):
+            thing = replace.original(thing)
+        number = self._numbers.setdefault(id(thing), len(self._todo))
+        if number == len(self._todo):
+            self._todo.append(thing)
+        return f"#{number}"
+
+    def _parts(self, thing: Any) -> Iterator[str]:
+        kind = type(thing)
+        if isinstance(thing, mx.array):
+            yield f"array {len(self.arrays)} {thing.shape} {thing.dtype}"
+            self.arrays.append(thing)
+        elif isinstance(thing, np.ndarray):
+            yield f"array {thing.shape} {thing.dtype} {_digest(np.ascontiguousarray(thing))}"
+        elif isinstance(thing, (np.generic, mx.Dtype)):
+            yield f"{kind.__name__} {thing!r}"
+        elif isinstance(thing, type):
+            yield from self._class(thing)
+        elif isinstance(thing, Enum):
+            yield f"{_name(kind)} {thing.name}"
+        elif isinstance(thing, types.ModuleType):
+            yield f"module {thing.__name__}"
+        elif hasattr(thing, "__code__") and not isinstance(thing, types.MethodType):
+            yield from self._function(thing)
+        elif isinstance(thing, (list, tuple)):
+            yield self.note(kind)
+            yield from map(self.note, thing)
+            yield from self._attributes(thing)
+        elif isinstance(thing, (set, frozenset)):
+            yield self.note(kind)
+            yield from sorted(map(repr, thing))
+        elif isinstance(thing, dict):
+            yield self.note(kind)
+            yield from self._items(thing)
+            yield from self._attributes(thing)
+        elif isinstance(thing, types.MethodType):
+            yield f"method {self.note(thing.__func__)} of {self.note(thing.__self__)}"
+        elif isinstance(thing, functools.partial):
+            yield f"partial {self.note(thing.func)} {self.note(thing.args)}"
+            yield self.note(thing.keywords)
+        elif hasattr(thing, "__wrapped__"):
+            yield f"{_name(kind)} of {self.note(thing.__wrapped__)}"
+        elif isinstance(thing, types.BuiltinFunctionType) or not _is_followed(kind.__module__):
+            yield f"{_name(kind)} {_name(thing)}"
+        else:
+            yield self.note(kind)
+            yield from self._attributes(thing)
+
+    def _items(self, thing: dict[Any, Any]) -> Iterator[str]:
+        if all(isinstance(key, str) for key in thing):
+            for key in sorted(thing):
+                yield f"{key}={self.note(thing[key])}"
+        else:
+            for key, value in thing.items():
+                yield f"{self.note(key)}={self.note(value)}"
+
+    def _attributes(self, thing: Any) -> Iterator[str]:
+        held = dict(getattr(thing, "__dict__", None) or {})
+        for kind in type(thing).__mro__:
+            slots = vars(kind).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if not name.startswith("__") and hasattr(thing, name):
+                    held[name] = getattr(thing, name)
+        for name in sorted(held.keys() - NOT_COMPUTED_WITH):
+            yield f".{name}={self.note(held[name])}"
+
+    def _class(self, thing: type) -> Iterator[str]:
+        yield f"class {_name(thing)}"
+        if not _is_followed(thing.__module__):
+            return
+        yield from map(self.note, thing.__bases__)
+        for name, value in sorted(vars(thing).items()):
+            if isinstance(value, (staticmethod, classmethod)):
+                value = value.__func__
+            if isinstance(value, property):
+                accessors = (value.fget, value.fset)
+                yield f".{name}=" + ",".join(self.note(f) for f in accessors if f is not None)
+            elif hasattr(value, "__code__") or hasattr(value, "__wrapped__"):
+                if not name.startswith("__annotate"):
+                    yield f".{name}={self.note(value)}"
+            elif isinstance(value, functools.cached_property):
+                yield f".{name}={self.note(value.func)}"
+            elif not name.startswith("__"):
+                yield f".{name}={self.note(value) if _is_constant(value) else _name(value)}"
+
+    def _function(self, thing: Any) -> Iterator[str]:
+        """A function's code, and what it computes with: defaults, closure, globals that it names.
+
+        The code is what the interpreter runs, not a source file, which may have changed since.
+        """
+        module = str(getattr(thing, "__module__", ""))
+        yield f"function {module}.{getattr(thing, '__qualname__', '')}"
+        if not _is_followed(module):
+            return
+        code, known = thing.__code__, thing.__globals__
+        yield _code_digest(code)
+        yield from (self.note(part) for part in (thing.__defaults__, thing.__kwdefaults__) if part)
+        for cell in thing.__closure__ or ():
+            try:
+                yield self.note(cell.cell_contents)
+            except ValueError:
+                yield "empty"
+        names = sorted(_names(code))
+        for name in names:
+            value = known.get(name)
+            if isinstance(value, types.ModuleType) and _is_followed(value.__name__):
+                inside = vars(value)
+                for each in names:
+                    if _is_code(inside.get(each)) or _is_constant(inside.get(each)):
+                        yield f"{name}.{each}={self.note(inside.get(each))}"
+            elif name in known and (_is_code(value) or _is_constant(value)):
+                yield f"{name}={self.note(value)}"
+
+
+def _is_followed(module: str) -> bool:
+    return module.partition(".")[0] not in NOT_FOLLOWED
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, (type, functools.partial)) or hasattr(value, "__code__")
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a global or class attribute is data that code computes with.
+
+    Instances are left out: some count, or remember what was computed.
+    """
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_constant, value))
+    if isinstance(value, dict):
+        return all(_is_constant(each) or _is_code(each) for each in value.values())
+    return isinstance(value, (*PLAIN, mx.array, mx.Dtype, np.ndarray, Enum))
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names that a function looks up, in it and in the functions that it defines."""
+    found = set(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= _names(const)
+    return found
+
+
+def _code_digest(code: types.CodeType) -> str:
+    consts = [
+        _code_digest(c)
+        if isinstance(c, types.CodeType)
+        else repr(sorted(map(repr, c)))
+        if isinstance(c, frozenset)
+        else repr(c)
+        for c in code.co_consts
+    ]
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    text = repr((consts, names, counts, getattr(code, "co_exceptiontable", b"")))
+    return xxhash.xxh3_128(code.co_code + text.encode()).hexdigest()
+
+
+def _name(thing: Any) -> str:
+    module = getattr(thing, "__module__", "")
+    return f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+
+
+def _array_digest(array: mx.array) -> bytes:
+    """The digest of one evaluated array, read where it lies."""
+    if array.dtype == mx.bfloat16:  # numpy has no such numbers
+        array = array.view(mx.uint16)
+    return _digest(np.ascontiguousarray(np.asarray(array))).encode()
+
+
+def _digest(array: np.ndarray[Any, Any]) -> str:
+    return xxhash.xxh3_128(array.reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"{package} unknown"
+
+
+@functools.cache
+def _kernels_digest() -> str:
+    """The digest of the files that replace parts of MLX and mlx-lm."""
+    digest = xxhash.xxh3_128()
+    folder = Path(accel.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -55,13 +55,12 @@ class Explainer:
         match: Match,
         query: Query,
         below: Tree | None = None,
-        open_trees: Sequence[Tree] = (),
+        named: Sequence[Tree] = (),
     ) -> Miss | None:
         """None where all that could be reused was.
 
         `below` is the same namespace on disk, which may know more of a prompt than memory does.
-        `open_trees` are of other namespaces that whoever asks could ask just as well: without a
-        salt, or with one that the request names."""
+        `named` are the trees of other salts that the request names itself."""
         if match.reason in ("disabled", "failed"):
             return Miss(match.reason, match.shared, match.resume)
         if match.resume >= query.length - 1:
@@ -83,7 +82,7 @@ class Explainer:
         lost = self.gone.look(np.frombuffer(data, "<i4"), used, tree.seed)
         if lost.resume > match.shared:
             return Miss("evicted", match.shared, match.resume, held=lost.resume)
-        found = [find(self.layout, replace(query, tree=other)).at for other in open_trees]
+        found = [find(self.layout, replace(query, tree=other)).at for other in named]
         if found and max(found) > match.shared:
             return Miss("salt", match.shared, match.resume, held=max(found))
         if reason is None:

@@ -38,7 +38,9 @@ def form_of(caches: Sequence[Any]) -> str:
     plain = (bool, int, float, str, type(None))
     described = [
         f"{type(c).__qualname__} "
-        + repr(sorted((k, v) for k, v in vars(c).items() if isinstance(v, plain)))
+        + repr(
+            sorted((k, v) for k, v in getattr(c, "__dict__", {}).items() if isinstance(v, plain))
+        )
         for c in leaves(list(caches))
     ]
     return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]

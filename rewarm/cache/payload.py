@@ -7,8 +7,10 @@ array per row width and dtype.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -326,59 +328,66 @@ class PackedState:
 
     @staticmethod
     def pack(value: Any) -> PackedState:
-        parts: dict[mx.Dtype, list[mx.array]] = {}
-        filled: dict[mx.Dtype, int] = {}
-
-        def place(item: Any) -> Any:
-            if isinstance(item, mx.array):
-                start = filled.get(item.dtype, 0)
-                parts.setdefault(item.dtype, []).append(item.reshape(-1))
-                filled[item.dtype] = start + item.size
-                return Slot(list(parts).index(item.dtype), start, tuple(item.shape))
-            if isinstance(item, dict):
-                return {key: place(part) for key, part in item.items()}
-            if type(item) in (list, tuple):
-                return type(item)(place(part) for part in item)
-            if item is None or isinstance(item, (bool, int, float, str)):
-                return item
-            raise TypeError(f"a {type(item).__name__} cannot be kept in a checkpoint")
-
-        skeleton = place(value)
-        arrays = tuple(detached(group, 0) for group in parts.values())
+        packer = _Packer()
+        skeleton = packer.place(value)
+        arrays = tuple(detached(group, 0) for group in packer.parts.values())
         mx.eval(arrays)
         return PackedState(skeleton, arrays)
 
     def unpack(self) -> Any:
         """The value again. Its arrays are new handles: assigning into them changes nothing here."""
+        return _filled(self.skeleton, self.arrays)
 
-        def take(item: Any) -> Any:
-            if isinstance(item, Slot):
-                size = 1
-                for n in item.shape:
-                    size *= n
-                return self.arrays[item.group][item.start : item.start + size].reshape(item.shape)
-            if isinstance(item, dict):
-                return {key: take(part) for key, part in item.items()}
-            if type(item) in (list, tuple):
-                return type(item)(take(part) for part in item)
+
+class _Packer:
+    """Takes the arrays out of a value, and leaves a slot in the place of each.
+
+    This is a class because an inner function that calls itself is a reference cycle: it kept every
+    array it had seen alive until the garbage collector came.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[mx.Dtype, list[mx.array]] = {}
+        self._filled: dict[mx.Dtype, int] = {}
+
+    def place(self, item: Any) -> Any:
+        if isinstance(item, mx.array):
+            start = self._filled.get(item.dtype, 0)
+            self.parts.setdefault(item.dtype, []).append(item.reshape(-1))
+            self._filled[item.dtype] = start + item.size
+            return Slot(list(self.parts).index(item.dtype), start, tuple(item.shape))
+        if isinstance(item, dict):
+            return {key: self.place(part) for key, part in item.items()}
+        if type(item) in (list, tuple):
+            return type(item)(self.place(part) for part in item)
+        if item is None or isinstance(item, (bool, int, float, str)):
             return item
+        raise TypeError(f"a {type(item).__name__} cannot be kept in a checkpoint")
 
-        return take(self.skeleton)
+
+def _filled(item: Any, arrays: Sequence[mx.array]) -> Any:
+    """A skeleton with the arrays in its slots."""
+    if isinstance(item, Slot):
+        stop = item.start + math.prod(item.shape)
+        return arrays[item.group][item.start : stop].reshape(item.shape)
+    if isinstance(item, dict):
+        return {key: _filled(part, arrays) for key, part in item.items()}
+    if type(item) in (list, tuple):
+        return type(item)(_filled(part, arrays) for part in item)
+    return item
 
 
 def state_bytes(value: Any) -> int:
-    """What `PackedState.pack(value)` will take, without packing it."""
-    sizes: dict[mx.Dtype, int] = {}
-
-    def add(item: Any) -> None:
-        if isinstance(item, mx.array):
-            sizes[item.dtype] = sizes.get(item.dtype, 0) + item.nbytes
-        elif isinstance(item, dict):
-            for part in item.values():
-                add(part)
-        elif isinstance(item, (list, tuple)):
-            for part in item:
-                add(part)
-
-    add(value)
+    """The bytes that `PackedState.pack(value)` will take, without packing it."""
+    sizes: Counter[mx.Dtype] = Counter()
+    for array in _arrays(value):
+        sizes[array.dtype] += array.nbytes
     return sum(allocated(n) for n in sizes.values())
+
+
+def _arrays(value: Any) -> Iterator[mx.array]:
+    if isinstance(value, mx.array):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _arrays(part)

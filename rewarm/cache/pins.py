@@ -89,4 +89,5 @@ class Pins:
         """The trees are gone: there is nothing left to unpin."""
         for pin in self.held:
             pin.live = False
+            pin.checkpoints.clear()
         self.held.clear()

@@ -6,9 +6,11 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,7 +115,7 @@ class PrefixCache:
         self._restorer = Restorer(self.layout, self.blank, self.memory)
         self._gone = Gone()
         self._explainer = Explainer(self.layout, self._gone)
-        self._evictor.on_evict = self._evicted
+        self._evictor.on_evict = partial(_evicted, self._gone, self._restorer, self.layout)
         self._pins = Pins()
         self._lock = threading.RLock()
         self._clock = 0
@@ -122,6 +124,8 @@ class PrefixCache:
         self._folder = Path(disk) if disk is not None and self.layout.reusable else None
         self._disk_size = parse_size(disk_size, "disk_size")
         self._attaching: threading.Thread | None = None
+        # A cache that is dropped without `close` frees its arrays at once, too.
+        weakref.finalize(self, _take_apart, self._trees).atexit = False
         if attach:
             self.attach()
 
@@ -245,7 +249,7 @@ class PrefixCache:
     ) -> Missed:
         """How much of a prompt could be reused now, and why not more. Changes nothing.
 
-        `other_salts`: other namespaces of whoever asks, to be looked through as well."""
+        It looks at the prompt's own salt only, and at the `other_salts` that the caller names."""
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
             query = self._query(prompt, salt, boundaries)
@@ -487,15 +491,12 @@ class PrefixCache:
         return Query(namespace, tree, encode(prompt), cuts)
 
     def _why(self, match: Match, query: Query, other_salts: Sequence[str] = ()) -> Miss | None:
-        # Of other namespaces, those that are no secret to whoever asks for this one.
-        names = {self._binding.namespace.salted(salt) for salt in ("", *other_salts)} - {
-            query.namespace
-        }
-        open_trees = [self._trees[name] for name in names if name in self._trees]
+        names = {self._binding.namespace.salted(salt) for salt in other_salts} - {query.namespace}
+        named = [self._trees[name] for name in names if name in self._trees]
         below = self._restorer.below
         stored = below.tree(query.namespace) if below is not None else None
         try:
-            return self._explainer.why(match, query, stored, open_trees)
+            return self._explainer.why(match, query, stored, named)
         except Exception:
             log.exception("the reason of a miss could not be found")
             return Miss(match.reason, match.shared, match.resume) if match.reason else None
@@ -515,15 +516,9 @@ class PrefixCache:
         tree.seed = hash(namespace) & (1 << 62) - 1
         return tree
 
-    def _evicted(self, item: Item) -> None:
-        """Memory is about to let go of something."""
-        self._gone.note(item, resumable=not self.layout.has_state)
-        if self._restorer.below is not None:
-            self._restorer.below.let_down(item)
-
     def _forget(self) -> None:
         self._pins.forget()
-        self._trees.clear()
+        _take_apart(self._trees)
         self._gone.clear()
         self.memory.held = Held()
         self._evictor.forget()
@@ -546,3 +541,19 @@ class PrefixCache:
                 raise CacheClosed("this cache is closed: make a new PrefixCache")
             self._drain()
             yield
+
+
+def _evicted(gone: Gone, restorer: Restorer, layout: Layout, item: Item) -> None:
+    """Memory is about to let go of something.
+
+    This is no method: a cache that its own evictor refers to would outlive its last user.
+    """
+    gone.note(item, resumable=not layout.has_state)
+    if restorer.below is not None:
+        restorer.below.let_down(item)
+
+
+def _take_apart(trees: dict[Namespace, Tree]) -> None:
+    for tree in trees.values():
+        tree.clear()
+    trees.clear()

@@ -246,6 +246,18 @@ class Tree:
             yield node
             stack.extend(node.children.values())
 
+    def clear(self) -> None:
+        """Take every node apart.
+
+        Nodes and their parents refer to each other: a tree that is merely dropped keeps its arrays
+        until the garbage collector comes.
+        """
+        for node in [*self.nodes()]:
+            node.rows = node.window = node.checkpoint = node.parent = node.only = None
+            node.children.clear()
+        self.root.children.clear()
+        self.root.only = None
+
     def _edge(self, key: bytes) -> bytes:
         return key[:WIDTH]
 

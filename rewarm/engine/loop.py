@@ -245,6 +245,8 @@ class Loop:
             self.runner.leave([sequence], keep=False)
             tokens = sequence.tokens
             self.scheduler.back(each, encode(tokens), len(tokens) - 1, 0)
+        # Its frames refer to the list that it is in, and would keep the batch alive.
+        error.__traceback__ = None
 
     def fail(self, sequence: Sequence, error: BaseException) -> None:
         """An error belongs to its request, and ends all of it."""

@@ -298,6 +298,8 @@ class DiskTrees:
             self.account.put_window(undo.node, None)
 
     def forget(self) -> None:
+        for own in self:
+            own.tree.clear()
         self._known.clear()
         self._numbers.clear()
         self._used.clear()

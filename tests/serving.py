@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rewarm.cache import PrefixCache
-from rewarm.cache.model import evaluate
+from rewarm.cache.identity import evaluate
 from rewarm.engine import Engine, EngineOptions, Finish, Loaded, Report, Request, Sampled
 
 PATIENCE = 120.0

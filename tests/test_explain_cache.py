@@ -175,7 +175,7 @@ def test_evictions_are_told_to_their_own_tenant_only() -> None:
         assert missed(cache, tokens, salt=salt).reason == "cold"
 
 
-def test_another_salt_is_said_only_of_what_anybody_may_ask_for() -> None:
+def test_another_salt_is_said_only_where_the_caller_names_it() -> None:
     cache = cache_of("qwen3_5")
     tokens = prompt(100)
     run(cache.model, cache, tokens, salt="a")
@@ -184,9 +184,11 @@ def test_another_salt_is_said_only_of_what_anybody_may_ask_for() -> None:
     # Who names the other salt could have sent it.
     named = missed(cache, tokens, salt="b", other_salts=["a"])
     assert (named.reason, named.held, named.resume) == ("salt", 99, 0)
+    # Nobody hears of prompts without a salt, either.
     run(cache.model, cache, tokens)
     for salt in ("b", "c"):
-        assert missed(cache, tokens, salt=salt).reason == "salt"
+        assert missed(cache, tokens, salt=salt).reason == "cold"
+    assert missed(cache, tokens, salt="b", other_salts=[""]).reason == "salt"
 
 
 def test_exact_mode_gives_whole_chunks_only() -> None:

@@ -193,12 +193,17 @@ class _Describer:
     def __init__(self) -> None:
         self.arrays: list[mx.array] = []
         self._numbers: dict[int, int] = {}
+        self._files: set[str] = set()
+        """The modules whose code was met."""
         self._todo: list[Any] = []
         # Objects are told apart by their address, so each one stays alive until the end.
 
     def lines(self) -> Iterator[str]:
         for number, thing in enumerate(self._todo):  # grows meanwhile
             yield f"#{number} " + " ".join(self._parts(thing))
+        # For what objects do not show, such as the source of a GPU kernel.
+        for name in sorted(self._files):
+            yield f"file {name} {_file_digest(name)}"
 
     def note(self, thing: Any) -> str:
         """A plain value as it is, anything else by its number."""
@@ -274,6 +279,7 @@ class _Describer:
         yield f"class {_name(thing)}"
         if not _is_followed(thing.__module__):
             return
+        self._files.add(thing.__module__)
         yield from map(self.note, thing.__bases__)
         for name, value in sorted(vars(thing).items()):
             if isinstance(value, (staticmethod, classmethod)):
@@ -298,6 +304,7 @@ class _Describer:
         yield f"function {module}.{getattr(thing, '__qualname__', '')}"
         if not _is_followed(module):
             return
+        self._files.add(module)
         code, known = thing.__code__, thing.__globals__
         yield _code_digest(code)
         yield from (self.note(part) for part in (thing.__defaults__, thing.__kwdefaults__) if part)
@@ -316,6 +323,15 @@ class _Describer:
                         yield f"{name}.{each}={self.note(inside.get(each))}"
             elif name in known and (_is_code(value) or _is_constant(value)):
                 yield f"{name}={self.note(value)}"
+
+
+def _file_digest(module: str) -> str:
+    """The digest of a module's file, where it has one."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    try:
+        return xxhash.xxh3_128(Path(path).read_bytes()).hexdigest() if path else "none"
+    except OSError:
+        return "unreadable"
 
 
 def _is_followed(module: str) -> bool:

@@ -120,6 +120,7 @@ class PrefixCache:
         self._lock = threading.RLock()
         self._clock = 0
         self._closed = False
+        self._owned = False
         self.disk: DiskTier | None = None
         self._folder = Path(disk) if disk is not None and self.layout.reusable else None
         self._disk_size = parse_size(disk_size, "disk_size")
@@ -149,16 +150,20 @@ class PrefixCache:
         if memory != "auto":
             parse_size(memory)
 
-    def attach(self, *, beside: bool = False) -> None:
+    def attach(self, *, owned: bool = False) -> None:
         """Take the model's identity, and open what lies below memory under it.
 
-        Call it on a thread that may run the model. All weights are read for it: with `beside`, by
-        another thread, while requests are answered. Until that is done, nothing is read or written
-        below memory; what memory holds by then is given to the disk later, as everything is."""
+        Call it on a thread that may run the model. All weights are read for it. `owned` says that
+        the caller alone has the model and never changes it, as a server does: nothing then looks
+        for changes, and the weights are read by another thread, while requests are answered. Until
+        that is done, nothing is read or written below memory; what memory holds by then is given
+        to the disk later, as everything is.
+        """
+        self._owned = owned
         if self._folder is None or self.disk is not None or self._attaching is not None:
             return
         description = self._binding.describe()
-        if not beside:
+        if not owned:
             return self._attach(description)
         work = threading.Thread(
             target=self._attach, args=(description,), name="rewarm-attach", daemon=True
@@ -168,17 +173,12 @@ class PrefixCache:
 
     def _attach(self, description: Description) -> None:
         before = self._binding.namespace
-        namespace = self._binding.identified(description)
-        assert self._folder is not None
-        disk = open_tier(
-            self._folder,
-            self._disk_size,
-            self.layout,
-            self._evictor.policy,
-            namespace=namespace,
-            name=getattr(self.model, "rewarm_source", type(self.model).__module__),
-            grid=f"exact {self.chunk}" if self.reuse == "exact" else "fast",
-        )
+        disk = None
+        try:
+            namespace = self._binding.identified(description)
+            disk = self._opened(namespace)
+        except Exception:
+            log.exception("there is no disk tier: the model cannot be told from others")
         with self._lock:
             self._attaching = None
             if disk is None:
@@ -200,6 +200,18 @@ class PrefixCache:
             for tree in trees.values():
                 for node in tree.nodes():
                     disk.changed(tree, node)
+
+    def _opened(self, namespace: Namespace) -> DiskTier | None:
+        assert self._folder is not None
+        return open_tier(
+            self._folder,
+            self._disk_size,
+            self.layout,
+            self._evictor.policy,
+            namespace=namespace,
+            name=getattr(self.model, "rewarm_source", type(self.model).__module__),
+            grid=f"exact {self.chunk}" if self.reuse == "exact" else "fast",
+        )
 
     def _attached(self) -> None:
         """Wait until `attach` is done."""
@@ -278,7 +290,7 @@ class PrefixCache:
             raise InvalidOption(f"hint={hint!r} is no likelihood: give a number above 0, such as 2")
         prompt = checked_tokens(tokens, self.vocabulary)
         began = time.perf_counter()
-        if not self._binding.is_same():
+        if not self._owned and not self._binding.is_same():
             self.rebind()
         with self._entered():
             self._clock += 1

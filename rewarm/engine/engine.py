@@ -289,7 +289,7 @@ class Engine:
                 type(model).__module__,
             )
         runner = Runner(model, cache, self._vocabulary, running_bytes(model, cache), batched)
-        cache.attach(beside=True)
+        cache.attach(owned=True)
         if is_cuda():
             self.detail = "kernels are being compiled"
             log.info(self.detail)

@@ -127,7 +127,12 @@ def leaves_of(model: nn.Module, rng: random.Random) -> dict[str, list[Change]]:
     arrays = [value for _, value in tree_flatten(model.parameters())]
     found["array"] = [in_array(array, rng) for array in arrays if array.size]
     for kind in sorted(kinds, key=repr):
-        methods = [n for n, v in vars(kind).items() if isinstance(v, types.FunctionType)]
+        # Ours that stand in the place of mlx-lm's are part of what executes.
+        methods = [
+            name
+            for name, value in vars(kind).items()
+            if isinstance(value, types.FunctionType) and not value.__module__.startswith("rewarm.")
+        ]
         found["method"] += [in_method(kind, name) for name in methods]
 
     def arguments(holder: Any) -> None:

@@ -55,7 +55,7 @@ class Description:
 
         Call it where lazy arrays of the model can be evaluated: on the thread that made them.
         """
-        found = _Describer()
+        found = _Describer(_modules(model))
         found.note(model)
         text = "\n".join(found.lines()).encode()
         mx.eval(found.arrays)
@@ -190,8 +190,9 @@ class _Describer:
     equal models give equal lines.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: Collection[Module]) -> None:
         self.arrays: list[mx.array] = []
+        self._own = {id(module) for module in own}
         self._numbers: dict[int, int] = {}
         self._files: set[str] = set()
         """The modules whose code was met."""
@@ -272,6 +273,10 @@ class _Describer:
             for name in (slots,) if isinstance(slots, str) else slots:
                 if not name.startswith("__") and hasattr(thing, name):
                     held[name] = getattr(thing, name)
+        if isinstance(thing, Module) and id(thing) not in self._own:
+            # A function's default, say, which every model of the process shares: another model's
+            # `eval()` sets its flag.
+            held.pop("_training", None)
         for name in sorted(held.keys() - NOT_COMPUTED_WITH):
             yield f".{name}={self.note(held[name])}"
 

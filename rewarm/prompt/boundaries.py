@@ -183,9 +183,14 @@ class Finder:
             if view.user > system and not every_turn:
                 turn = view.common(self._probe(before, context, before_a_question()))
             answered = self._probe(asked, context, after_a_question(context.tools))
+            if not answered:
+                return Around(turn, None, None)
+            # The question itself, whatever follows it in this chat.
+            last = len(asked) == len(view.chat) and not rendered.continued
+            alone = view.text if last else self._template.attempt(asked, context)
+            answered += [alone] if alone is not None else []
             others = self._probe(asked, context, interrupted()) or []
-            user = view.common(answered and [*answered, *others])
-            return Around(turn, user, view.common(answered))
+            return Around(turn, view.common([*answered, *others]), view.common(answered))
 
         key = _digest(f"question {every_turn}", rendered.chat[: rendered.user + 1], context)
         text = rendered.text
@@ -216,7 +221,11 @@ class Finder:
 
 
 class _Places:
-    """Places found in earlier chats that began with the same messages."""
+    """Places found in earlier chats that began with the same messages.
+
+    Only places that these messages alone decide are kept. How a chat goes on never counts for
+    another one: the grid of `exact` would depend on which chat came first.
+    """
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, tuple[bytes, tuple[Common | None, ...]]] = OrderedDict()
@@ -230,6 +239,8 @@ class _Places:
         # A template may write the date: then what is remembered is yesterday's.
         if known is None or known[0] != _digest(text[: _furthest(known[1])]):
             found = find()
+            if not all(place.goes_with for place in found if place is not None):
+                return found
             known = _digest(text[: _furthest(found)]), found
         with self._lock:
             self._known[key] = known

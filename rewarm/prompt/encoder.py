@@ -78,10 +78,12 @@ class Encoder:
             before = tuple(a for a in known.anchors if a.start < anchor.start)
             start, tokens = anchor.start, known.tokens[: anchor.token]
         new = self.tokens(text[start:])
-        anchors = self._anchors(text, start, new, len(tokens))
+        more = self._anchors(text, start, new, len(tokens))
+        # All or none: what is known of a text does not depend on which texts came before it.
+        anchors = () if more is None else (*before, *more)
         whole = np.concatenate([tokens, new])
         whole.flags.writeable = False
-        found = Encoded(text, whole, (*before, *anchors))
+        found = Encoded(text, whole, anchors)
         # An earlier turn's text, all of it but the generation prompt, is of no more use.
         covered = known is not None and anchor in known.anchors[-4:]
         self._remember(found, known.text if known is not None and covered else None)
@@ -111,15 +113,15 @@ class Encoder:
                 nearest, furthest = (known, anchor), anchor.start
         return nearest
 
-    def _anchors(self, text: str, start: int, tokens: Tokens, before: int) -> list[Anchor]:
-        """Where the added tokens are, in characters and in tokens; none where the two disagree."""
+    def _anchors(self, text: str, start: int, tokens: Tokens, before: int) -> list[Anchor] | None:
+        """Where the added tokens are, in characters and in tokens; None where the two disagree."""
         if self._pattern is None:
             return []
         matches = list(self._pattern.finditer(text, start))
         indices = np.flatnonzero(np.isin(tokens, self._ids))
         expected = [self._added[m.group()] for m in matches]
         if tokens[indices].tolist() != expected:
-            return []
+            return None
         pairs = zip(matches, indices.tolist(), strict=True)
         return [Anchor(m.start(), m.end(), before + i) for m, i in pairs]
 

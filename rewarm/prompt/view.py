@@ -27,10 +27,17 @@ class Unseen(Exception):
 
 
 class Common(NamedTuple):
-    """Where a prompt and its probes part, in characters, and how the probes go on from there."""
+    """A place in a prompt that other endings do not move."""
 
     at: int
+    """In characters."""
     tails: tuple[str, ...]
+    """How the other endings go on from there."""
+    goes_with: bool = True
+    """The prompt agrees with the other endings for as long as they agree with each other.
+
+    Then the place is theirs. A prompt that leaves them earlier has a place of its own.
+    """
 
 
 class Kept(NamedTuple):
@@ -98,8 +105,10 @@ class View:
         return at + self.left_out
 
     def common(self, renders: Sequence[str] | None) -> Common | None:
-        """Where these part from it. Raises Unseen."""
+        """The place up to which it and these renders are alike. Raises Unseen."""
         if not renders:
             return None
-        at = min(common_text(self.text, r) for r in renders)
-        return Common(self.of_whole(at), tuple(r[at : at + TAIL] for r in renders))
+        agreed = min(common_text(renders[0], r) for r in renders)
+        at = min(agreed, common_text(self.text, renders[0]))
+        tails = tuple(r[at : at + TAIL] for r in renders)
+        return Common(self.of_whole(at), tails, goes_with=at == agreed)

@@ -1,3 +1,3 @@
-from rewarm.cli import main
+from rewarm.cli.app import main
 
 main()

@@ -15,11 +15,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rewarm import accel
 from rewarm.cache import PrefixCache
 from rewarm.cache.tree import Tokens
-from rewarm.engine.batch import Step
+from rewarm.engine.decode.batch import Step
+from rewarm.engine.decode.sampling import checked
 from rewarm.engine.request import Report, Request, Sampling, Silent
 from rewarm.engine.runner import Runner
 from rewarm.engine.runner import Sequence as Runnable
-from rewarm.engine.sampling import checked
 from rewarm.errors import InvalidOption, InvalidPrompt
 from rewarm.prompt import Answer, ChatRenderer, Message, Prompt
 

@@ -15,11 +15,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
 from rewarm import PrefixCache
-from rewarm.api.options import ServerOptions
-from rewarm.api.serve import Server, serve
-from rewarm.api.service import Service
 from rewarm.engine.engine import Engine, EngineOptions, Loaded
 from rewarm.engine.request import Request
+from rewarm.server.options import ServerOptions
+from rewarm.server.serve import Server, serve
+from rewarm.server.service import Service
 
 from .support import Counted
 from .tiny import tiny_model, tiny_tokenizer

@@ -26,12 +26,12 @@ import mlx.core as mx  # noqa: E402
 from mlx_lm.models import qwen3_5  # noqa: E402
 from mlx_lm.models.cache import KVCache  # noqa: E402
 
-from rewarm.cache.disk.files import ALIGNED, Written, new_name  # noqa: E402
-from rewarm.cache.disk.records import PayloadRow, StoredNode  # noqa: E402
-from rewarm.cache.disk.store import Store  # noqa: E402
-from rewarm.cache.disk.trees import DiskTrees  # noqa: E402
-from rewarm.cache.disk.writer import Writer  # noqa: E402
 from rewarm.cache.layout import Layout  # noqa: E402
+from rewarm.cache.tiers.disk.files import ALIGNED, Written, new_name  # noqa: E402
+from rewarm.cache.tiers.disk.records import PayloadRow, StoredNode  # noqa: E402
+from rewarm.cache.tiers.disk.store import Store  # noqa: E402
+from rewarm.cache.tiers.disk.trees import DiskTrees  # noqa: E402
+from rewarm.cache.tiers.disk.writer import Writer  # noqa: E402
 
 VOCABULARY = 512
 MODELS = {"narrow": (4, 32), "wide": (16, 64)}

@@ -21,9 +21,9 @@ import numpy as np
 from browser import browser
 
 from rewarm import PrefixCache, load
-from rewarm.api import ServerOptions, serve
 from rewarm.cache.tree import Node, Tree, encode
 from rewarm.engine import Engine, EngineOptions, Loaded
+from rewarm.server import ServerOptions, serve
 
 MARKS = """(() => {
   const look = () => {

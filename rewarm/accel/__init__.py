@@ -23,7 +23,7 @@ def install(*, loaded: bool = True) -> None:
     Some of it is for single models, and waits for them: to be called again once one is loaded.
     Before that, with `loaded=False`: weights decode faster from where MLX puts them by itself.
     """
-    from rewarm.accel import cpu, cuda_attention, cuda_convolution, delta, heap, scans
+    from . import cpu, cuda_attention, cuda_convolution, delta, heap, scans
 
     global _installed
     with _installing:

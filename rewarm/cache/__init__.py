@@ -4,7 +4,7 @@ from .lease import Cut, Lease, Match
 from .placement import Boundary, ChatPlacement, Placement, Point, Shape
 from .prefix import PrefixCache
 from .retention import LRU, Retention, WorkPerByte
-from .stats import Stats
+from .views.stats import Stats
 
 __all__ = [
     "LRU",

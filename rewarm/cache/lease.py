@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     import mlx.core as mx
 
-    from .miss import Miss
     from .prefix import PrefixCache
+    from .views.miss import Miss
 
 Reason = Literal[
     "cold",

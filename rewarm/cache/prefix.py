@@ -20,29 +20,29 @@ import numpy.typing as npt
 from rewarm.accel import heap
 from rewarm.errors import CacheClosed, InvalidOption, ModelMismatch
 
-from .below import Below, Promoter
 from .binding import Binding
 from .commit import Committer
 from .cuts import APART, Divider
-from .disk.opening import open_tier
-from .disk.tier import DiskTier
 from .find import Query, find
 from .gone import Gone
 from .identity import Description
 from .layout import Layout
 from .lease import Lease, Match
 from .memory import Held, MemoryTier, auto_size, most_buffers, parse_size
-from .miss import Explainer, Miss, Missed
 from .model import MakeCaches, cache_maker, check_kv, checked_tokens, vocabulary_size
 from .namespace import Namespace
 from .pins import Pin, Pins
 from .placement import Boundary, ChatPlacement, Kind, Placement, Shape
 from .restore import Restorer
 from .retention import Evictor, Item, Retention, WorkPerByte
-from .stats import Stats
-from .survey import Survey, Surveyor
+from .tiers.below import Below, Promoter
+from .tiers.disk.opening import open_tier
+from .tiers.disk.tier import DiskTier
 from .tree import ChunkTree, Node, Origin, Tokens, Tree, encode
-from .verify import verify
+from .views.miss import Explainer, Miss, Missed
+from .views.stats import Stats
+from .views.survey import Survey, Surveyor
+from .views.verify import verify
 
 log = logging.getLogger("rewarm")
 

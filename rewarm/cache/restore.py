@@ -10,13 +10,13 @@ import mlx.core as mx
 
 from rewarm.accel.launch import is_cuda
 
-from .below import Below
 from .find import Found, Query, find
 from .layout import Layout
 from .lease import Match
 from .memory import MemoryTier
 from .model import MakeCaches
 from .payload import PackedState, Rows
+from .tiers.below import Below
 from .tree import Node, Tree
 
 log = logging.getLogger("rewarm")

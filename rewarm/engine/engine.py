@@ -28,12 +28,12 @@ from rewarm.cache.placement import Boundary
 from rewarm.cache.tree import Tokens
 from rewarm.errors import ContextExceeded, InvalidOption, NotReady, QueueFull, RewarmError
 
-from .batch import decodes_in_batches, running_bytes
+from .decode.batch import decodes_in_batches, running_bytes
+from .decode.sampling import checked
 from .loop import Loop
 from .rehearsal import rehearse
 from .request import Request
 from .runner import Runner, Sequence
-from .sampling import checked
 from .scheduler import Scheduler
 
 log = logging.getLogger("rewarm.engine")

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from rewarm.cache.lease import Match
-from rewarm.cache.miss import Miss
 from rewarm.cache.placement import Boundary, Kind
 from rewarm.cache.tree import Tokens
+from rewarm.cache.views.miss import Miss
 
 Finish = Literal["stop", "length", "cancelled"]
 

@@ -16,13 +16,13 @@ from rewarm.accel.launch import is_cuda
 from rewarm.cache import Lease, PrefixCache
 from rewarm.cache.lease import Cut, Match
 from rewarm.cache.memory import device_bytes
-from rewarm.cache.miss import Miss
 from rewarm.cache.placement import Boundary, Kind
 from rewarm.cache.tree import Tokens
+from rewarm.cache.views.miss import Miss
 
-from .batch import MOST_PADDING, Batch, Costs, Start, Step, wastes_little
+from .decode.batch import MOST_PADDING, Batch, Costs, Start, Step, wastes_little
+from .decode.sampling import make_processors, make_sampler
 from .request import Alternative, Finish, Report, Request, Sampled
-from .sampling import make_processors, make_sampler
 
 log = logging.getLogger("rewarm.engine")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rewarm.pocket.draw import Draw
-from rewarm.pocket.skills import LINES, Turn, World
+from .draw import Draw
+from .skills import LINES, Turn, World
 
 # Of words that training knows. Held-out ones have more tokens.
 TOKENS_PER_LINE = 16

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TypeVar
 
-from rewarm.pocket import phrases, words
+from . import phrases, words
 
 T = TypeVar("T")
 

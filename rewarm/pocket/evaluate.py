@@ -24,10 +24,11 @@ from rich.table import Table
 from rewarm import PrefixCache, load
 from rewarm.engine import Engine, EngineOptions, Finish, Loaded, Report, Request, Sampled
 from rewarm.errors import InvalidOption, NotReady, RewarmError
-from rewarm.pocket.conversations import conversation
-from rewarm.pocket.draw import Draw
-from rewarm.pocket.skills import Turn, World
 from rewarm.prompt import Answer, ChatRenderer, Message
+
+from .conversations import conversation
+from .draw import Draw
+from .skills import Turn, World
 
 ASKED = ("lookup", "memory", "arithmetic", "tools", "unknown", "talk")
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)

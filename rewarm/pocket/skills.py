@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from rewarm.pocket import phrases, words
-from rewarm.pocket.draw import Draw
+from . import phrases, words
+from .draw import Draw
 
 NOTED = "Noted."
 CANNOT = (

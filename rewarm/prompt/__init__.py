@@ -1,10 +1,10 @@
 """Chat to tokens and boundaries; generated tokens to messages."""
 
-from .answer import Answer, Piece
-from .boundaries import MessageEnd
-from .chat import ChatRenderer, Prompt
 from .messages import Message
-from .template import checked_options
+from .parse.answer import Answer, Piece
+from .render.boundaries import MessageEnd
+from .render.renderer import ChatRenderer, Prompt
+from .render.template import checked_options
 
 __all__ = [
     "Answer",

@@ -1,0 +1,1 @@
+"""Reads of the tree that never change it."""

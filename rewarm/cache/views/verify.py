@@ -1,0 +1,81 @@
+"""Every invariant of the trees and their accounting, checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import asdict
+
+from rewarm.errors import BrokenInvariant
+
+from ..layout import Layout
+from ..memory import MemoryTier
+from ..pins import Pin
+from ..tree import WIDTH, Node, Tree
+
+
+def verify(
+    trees: Collection[Tree], memory: MemoryTier, pins: Collection[Pin], layout: Layout
+) -> None:
+    expected = Counter(node for pin in pins if pin.live for node in pin.node.path())
+    checkpoints = Counter(id(c) for pin in pins if pin.live for c in pin.checkpoints)
+    account = MemoryTier(memory.budget, memory.max_buffers)
+    for tree in trees:
+        _check(tree.root.parent is None and not tree.root.key, "the root is not empty", tree.root)
+        for node in [tree.root, *tree.nodes()]:
+            _check_children(tree, node)
+        for node in tree.nodes():
+            account.count(node)
+            _check_node(tree, node, layout)
+            _check(node.pins == expected.pop(node, 0), f"pinned {node.pins} times", node)
+            if node.checkpoint is not None:
+                pinned = checkpoints.pop(id(node.checkpoint), 0)
+                _check(node.checkpoint.pins == pinned, "checkpoint pins", node)
+    if expected or checkpoints:
+        raise BrokenInvariant("a lease pins what is not in the tree")
+    if asdict(account.held) != asdict(memory.held):
+        raise BrokenInvariant(f"held is {account.held}, the account says {memory.held}")
+    if memory.held.total > memory.budget and any(_evictable(n) for t in trees for n in t.nodes()):
+        raise BrokenInvariant(f"{memory.held.total} bytes held, over {memory.budget}")
+    if memory.held.buffers > memory.max_buffers:
+        raise BrokenInvariant(f"{memory.held.buffers} buffers held, over {memory.max_buffers}")
+
+
+def _check_children(tree: Tree, node: Node) -> None:
+    only = next(iter(node.children.values())) if len(node.children) == 1 else None
+    _check(node.only is only, "another only child", node)
+    for edge, child in node.children.items():
+        _check(child.parent is node, "a child with another parent", child)
+        _check(child.start == node.end, f"starts after a node that ends at {node.end}", child)
+        key = child.key[:WIDTH] if tree.splits else child.key
+        _check(edge == key, "filed under another key", child)
+
+
+def _check_node(tree: Tree, node: Node, layout: Layout) -> None:
+    _check(len(node.key) > 0 and len(node.key) % WIDTH == 0, "an empty or broken key", node)
+    _check((node.rows is not None) == layout.has_rows, "rows missing, or too many", node)
+    if node.rows is not None:
+        span = (node.rows.start, node.rows.stop)
+        _check(span == (node.start, node.end), f"holds the rows {span}", node)
+    if node.window is not None:
+        _check(layout.has_window, "a window without a window layer", node)
+        span = (node.window.start, node.window.stop)
+        _check(node.start <= span[0] < span[1] == node.end, f"holds the window {span}", node)
+    if node.checkpoint is not None:
+        has_state = node.checkpoint.state is not None
+        _check(has_state == layout.has_state, "a checkpoint of another form", node)
+    if not tree.splits:
+        _check(node.origin == "prefill", "a decoded span in exact", node)
+
+
+def _evictable(node: Node) -> bool:
+    """Over the budget, which may have been lowered, only what is leased may be left."""
+    checkpoint = node.checkpoint
+    if checkpoint is not None and checkpoint.nbytes and not checkpoint.pins:
+        return True
+    return not node.pins
+
+
+def _check(holds: bool, what: str, node: Node) -> None:
+    if not holds:
+        raise BrokenInvariant(f"node {node.start} to {node.end}: {what}")

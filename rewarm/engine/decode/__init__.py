@@ -1,0 +1,1 @@
+"""Decoding: one step of a batch."""

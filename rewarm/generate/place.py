@@ -1,0 +1,131 @@
+"""Which message, and which part of it, a token position of a prompt lies in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from rewarm.prompt.messages import REASONING, Message, is_system
+from rewarm.prompt.render.renderer import Prompt
+
+Field = Literal[
+    "content", "reasoning_content", "tool_calls", "tools", "role", "template", "generation"
+]
+SPARE = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """`message` is None for what belongs to none: tools, the template's own words, and where the
+    answer begins."""
+
+    field: Field
+    message: int | None = None
+    role: str | None = None
+
+
+class _Piece(NamedTuple):
+    start: int
+    stop: int
+    place: Place
+
+
+def place_of(
+    tokenizer: Any,
+    prompt: Prompt,
+    chat: Sequence[Message],
+    tools: Sequence[Any] | None,
+    position: int,
+) -> Place:
+    """`chat` is normalised, as it was rendered. Between the two nearest message ends the texts of
+    the messages are looked for in what the tokens say."""
+    if position >= prompt.generation and prompt.generation:
+        return Place("generation", role="assistant")
+    # Not always in the order of the messages: a template may move the system prompt.
+    ends = sorted(prompt.ends, key=lambda e: e.position)
+    before = [e for e in ends if e.position <= position]
+    after = [e for e in ends if e.position > position]
+    first = before[-1].index if before else -1
+    last = after[0].index if after else len(chat) - 1
+    begin = before[-1].position if before else 0
+    # An end lies a little early where a token holds the last letters and what follows them.
+    stop = after[0].position + SPARE if after else len(prompt.tokens)
+    text = str(tokenizer.decode(prompt.tokens[begin:stop].tolist()))
+    at = len(str(tokenizer.decode(prompt.tokens[begin:position].tolist())))
+    at += len(text[at:]) - len(text[at:].lstrip())  # a space is one token with the word after it
+    between = range(first + 1, last) if first < last else ()
+    pieces = list(_messages(text, chat, first, [*between, last]))
+    if first < 0 or is_system(chat[first]):
+        pieces += _tools(text, tools or ())
+    return _nearest(sorted(pieces), at, first)
+
+
+def _nearest(pieces: Sequence[_Piece], at: int, first: int) -> Place:
+    inside = [p for p in pieces if p.start <= at < p.stop]
+    if inside:
+        return max(inside).place
+    coming = next((p.place for p in pieces if p.start > at), None)
+    past = next((p.place for p in reversed(pieces) if p.stop <= at), None)
+    if coming is None or coming == past:
+        return past or Place("template")
+    if past is None and first < 0:
+        return Place("template")
+    if coming.message is None:
+        return coming
+    same = past is not None and past.message == coming.message
+    return coming if same else Place("role", coming.message, coming.role)
+
+
+def _messages(
+    text: str, chat: Sequence[Message], past: int, coming: Sequence[int]
+) -> Iterator[_Piece]:
+    """The parts of the coming messages, and the calls that follow the text of the past one."""
+    cursor = 0
+    for i in ([past] if past >= 0 else []) + list(coming):
+        message = chat[i]
+        role = message["role"]
+        if i != past:
+            thinking: tuple[Field, str] = "reasoning_content", message.get(REASONING[0]) or ""
+            content: tuple[Field, str] = "content", message["content"]
+            for field, words in (thinking, content):
+                words = words.strip()
+                start = text.find(words, cursor) if words else -1
+                if start >= 0:
+                    cursor = start + len(words)
+                    yield _Piece(start, cursor, Place(field, i, role))
+        for call in message.get("tool_calls") or ():
+            start, stop = _extent(text, cursor, _words_of(call.get("function")))
+            if stop > start:
+                cursor = stop
+                yield _Piece(start, stop, Place("tool_calls", i, role))
+
+
+def _tools(text: str, tools: Sequence[Any]) -> Iterator[_Piece]:
+    for tool in tools:
+        start, stop = _extent(text, 0, _words_of(tool))
+        if stop > start:
+            yield _Piece(start, stop, Place("tools"))
+
+
+def _extent(text: str, cursor: int, words: list[str]) -> tuple[int, int]:
+    """From the first of the words to the end of the last, as far as they are found in order."""
+    start = stop = -1
+    for word in words:
+        found = text.find(word, max(cursor, start))
+        if found >= 0:
+            start = found if start < 0 else start
+            stop = max(stop, found + len(word))
+    return start, stop
+
+
+def _words_of(value: Any) -> list[str]:
+    """The names and texts in a value, as JSON writes them."""
+    if isinstance(value, Mapping):
+        return [word for k, v in value.items() for word in (str(k), *_words_of(v))]
+    if isinstance(value, (list, tuple)):
+        return [word for each in value for word in _words_of(each)]
+    if isinstance(value, str):
+        return [json.dumps(value, ensure_ascii=False)[1:-1]] if value else []
+    return [json.dumps(value)]

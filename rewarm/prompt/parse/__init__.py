@@ -1,0 +1,1 @@
+"""From tokens to reasoning, text and tool calls."""

@@ -1,0 +1,1 @@
+"""From a chat to tokens and boundaries."""

@@ -1,0 +1,183 @@
+"""Chats to prompts: tokens, and where the messages end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from rewarm.cache.placement import Boundary
+from rewarm.cache.tree import Tokens
+from rewarm.errors import InvalidPrompt
+
+from ..messages import REASONING, Message, normalised
+from ..text import common_text
+from .boundaries import Ends, Finder, MessageEnd, Rendered
+from .edges import Edges
+from .encoder import Encoder
+from .probes import OTHER, QUESTION, RESULTS, results
+from .tags import Tags
+from .template import Context, Refused, Template
+
+
+@dataclass(frozen=True)
+class Prompt:
+    tokens: Tokens
+    boundaries: tuple[Boundary, ...] = ()
+    """In order of position."""
+    marks: tuple[int, ...] = ()
+    """Positions of explicit marks."""
+    generation: int = 0
+    """Where the generation prompt begins, or the answer that is continued."""
+    locate: Ends = tuple
+
+    @property
+    def ends(self) -> tuple[MessageEnd, ...]:
+        """Every message that can be located."""
+        return self.locate()
+
+
+class ChatRenderer:
+    """Renders chats through a model's template. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not isinstance(tokenizer, TokenizerWrapper):
+            tokenizer = TokenizerWrapper(tokenizer)
+        self.tokenizer = tokenizer
+        self._template = Template(tokenizer)
+        self._encoder = Encoder(tokenizer)
+        self._edges = Edges(self._encoder)
+        self._finder = Finder(self._template, self._edges)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        *,
+        every_turn: bool = False,
+        continue_final: bool = False,
+        marks: Iterable[int] = (),
+        **template_options: Any,
+    ) -> Prompt:
+        """The prompt of a chat.
+
+        `every_turn` gives the boundaries of all earlier turns too, which the grid of `exact` needs.
+        `continue_final`: the answer continues the last message, which is the assistant's.
+        `marks` are messages whose ends shall be checkpoints; -1 is the end of system and tools.
+        """
+        chat = normalised(messages)
+        context = Context(tools or None, template_options)
+        continued = continue_final and _is_begun(chat)
+        if continue_final and not continued:
+            chat = chat[:-1]
+        try:
+            text = (
+                self._continued(chat, context)
+                if continued
+                else self._template.render(chat, context)
+            )
+        except Refused as refused:
+            raise InvalidPrompt(str(refused)) from refused
+        encoded = self._encoder.encode(text)
+        return self._prompt(Rendered(chat, context, encoded, continued), every_turn, marks)
+
+    def ahead(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        *,
+        every_turn: bool = False,
+        **template_options: Any,
+    ) -> Prompt | None:
+        """What the next turn's prompt will begin with, after the answer that ends these messages.
+        None where the template refuses to go on."""
+        chat = normalised(messages)
+        context = Context(tools or None, template_options)
+        calls = chat[-1].get("tool_calls")
+        if calls:
+            endings = [results(calls, RESULTS[0]), results(calls, RESULTS[1], named=True)]
+        else:
+            endings = [(QUESTION,), (OTHER,)]
+        texts = [self._template.attempt([*chat, *ending], context) for ending in endings]
+        first, other = texts
+        if first is None or other is None:
+            return None
+        at = common_text(first, other)
+        rendered = Rendered([*chat, *endings[0]], context, self._encoder.encode(first))
+        stop = self._edges.edge(rendered.encoded, at, [first[at : at + 32], other[at : at + 32]])
+        if not stop:
+            return None
+        whole = self._prompt(rendered, every_turn, ())
+        return Prompt(
+            whole.tokens[:stop],
+            tuple(b for b in whole.boundaries if b.position <= stop),
+            generation=stop,
+            locate=lambda: tuple(e for e in whole.ends if e.position <= stop),
+        )
+
+    def _prompt(self, rendered: Rendered, every_turn: bool, marks: Iterable[int]) -> Prompt:
+        ends = cache(lambda: self._finder.message_ends(rendered))
+        view = self._finder.view(rendered)
+        boundaries = self._finder.boundaries(rendered, view, ends, every_turn=every_turn)
+        generation = self._finder.generation(rendered, view, ends)
+        wanted = set(marks)
+        places = {e.index: e.position for e in ends()} if wanted else {}
+        places.update((-1, b.position) for b in boundaries if b.kind == "system")
+        lost = sorted(m for m in wanted - places.keys() if 0 <= m < len(rendered.chat))
+        if lost:
+            places |= self._nearest(rendered, lost, places, boundaries, generation)
+        return Prompt(
+            rendered.encoded.tokens,
+            boundaries,
+            tuple(sorted({places[m] for m in wanted if m in places})),
+            generation,
+            ends,
+        )
+
+    def _nearest(
+        self,
+        rendered: Rendered,
+        wanted: list[int],
+        places: dict[int, int],
+        boundaries: Sequence[Boundary],
+        generation: int,
+    ) -> dict[int, int]:
+        """Places for the ends of messages that have no text, such as tool calls: where the next
+        message's text begins, or else where the nearest text before them ends."""
+        last = len(rendered.chat) - 1
+        begins: dict[int, int] = {}
+        if wanted[0] < last:
+            begins = self._finder.message_begins(rendered)
+        loop = [b.position for b in boundaries if b.kind == "turn" and not b.durable]
+        after = generation if rendered.continued else max(loop, default=generation)
+        found: dict[int, int] = {}
+        for m in wanted:
+            before = max((p for i, p in places.items() if i < m), default=0)
+            place = (after if m == last else begins.get(m + 1)) or before
+            if place:
+                found[m] = place
+        return found
+
+    def _continued(self, chat: list[Message], context: Context) -> str:
+        """The text up to the end of the last message's content, whatever a template adds there."""
+        tags = Tags("".join(m["content"] for m in chat))
+        tagged = self._template.render(tags.tagged(chat, continued=True), context, generation=False)
+        text = tags.before_last(tagged)
+        if text is None:
+            raise Refused("the chat template leaves out the last message, which is to be continued")
+        return text
+
+
+def _is_begun(chat: list[Message]) -> bool:
+    """Whether there is an answer to continue; an empty one is only an answer to begin."""
+    last = chat[-1]
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        raise InvalidPrompt("only a last message of the assistant, with text, can be continued")
+    if not last["content"] and len(chat) == 1:
+        raise InvalidPrompt("the chat is empty: there is nothing to answer or to continue")
+    if not last["content"] and last.get(REASONING[0]):
+        raise InvalidPrompt("an answer can be continued only from its text, not from its thinking")
+    return bool(last["content"])

@@ -1,0 +1,1 @@
+"""Endpoints about the server itself, and the page."""

@@ -1,0 +1,219 @@
+"""Metrics for Prometheus. A registry of its own: two servers in one process do not mix."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import rewarm
+from rewarm.cache import Stats
+from rewarm.cache.lease import Reason
+from rewarm.cache.tiers.disk.figures import DiskFigures, disk_figures
+from rewarm.engine.engine import Engine, EngineStats
+from rewarm.engine.request import Report
+from rewarm.errors import CacheClosed, NotReady
+
+from ..work import Run
+
+FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+PARTS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, *FIRST_TOKEN)
+GENERATING = ("chat", "completions", "messages")
+
+
+class Metrics:
+    def __init__(self, engine: Engine, model: str = "") -> None:
+        self.registry = CollectorRegistry()
+        self._requests = self._counter(
+            "requests", "HTTP requests; status 499: the client went away.", "endpoint", "status"
+        )
+        self._prompt = self._counter(
+            "prompt_tokens",
+            "Prompt tokens: cached (not computed), prefilled (computed), and replayed (those of "
+            "the prefilled ones that the cache knew).",
+            *("endpoint", "kind"),
+        )
+        self._generated = self._counter("generated_tokens", "Tokens of answers.", "endpoint")
+        self._resumed = self._counter(
+            "resumed",
+            "Prompts that went on from what was stored, by tier and by the kind of checkpoint.",
+            *("tier", "boundary"),
+        )
+        self._restored = self._counter(
+            "restored_bytes", "Bytes of the prefixes that prompts went on from.", "tier"
+        )
+        self._missed = self._counter(
+            "misses", "Prompts of which not all was reused that could have been.", "reason"
+        )
+        self._missed_tokens = self._counter(
+            "missed_tokens", "Tokens that were computed for that reason.", "reason"
+        )
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds",
+            "From a request's arrival at the engine to its first token.",
+            FIRST_TOKEN,
+            "endpoint",
+        )
+        self.between = self._histogram(
+            "inter_token_seconds", "Between two tokens of an answer.", BETWEEN_TOKENS
+        )
+        self._part = self._histogram(
+            "prompt_seconds",
+            "Where the time to the first token went: queue, match, restore, prefill.",
+            PARTS,
+            "part",
+        )
+        for endpoint in GENERATING:
+            self._generated.labels(endpoint)
+            self._first_token.labels(endpoint)
+            for kind in ("cached", "replayed", "prefilled"):
+                self._prompt.labels(endpoint, kind)
+        for tier in ("memory", "disk"):
+            self._restored.labels(tier)
+        for reason in get_args(Reason):
+            self._missed.labels(reason)
+            self._missed_tokens.labels(reason)
+        info = Gauge("rewarm_info", "What is served.", ("version", "model"), registry=self.registry)
+        info.labels(rewarm.__version__, model).set(1)
+        started = Gauge(
+            "rewarm_start_time_seconds", "When the server was started.", registry=self.registry
+        )
+        started.set(time.time())
+        self.registry.register(_Now(engine))
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(f"rewarm_{name}", help, labels, registry=self.registry)
+
+    def _histogram(
+        self, name: str, help: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        return Histogram(f"rewarm_{name}", help, labels, buckets=buckets, registry=self.registry)
+
+    def responded(self, endpoint: str, status: int) -> None:
+        self._requests.labels(endpoint, str(status)).inc()
+
+    def ran(self, run: Run, endpoint: str) -> None:
+        tokens = sum(choice.tokens for choice in run.choices)
+        self._generated.labels(endpoint).inc(tokens)
+        report = run.report
+        if report is None:
+            return
+        match = report.match
+        self._prompt.labels(endpoint, "cached").inc(match.resume)
+        self._prompt.labels(endpoint, "prefilled").inc(report.prefilled)
+        self._prompt.labels(endpoint, "replayed").inc(min(match.replay, report.prefilled))
+        if match.tier is not None:
+            self._resumed.labels(match.tier, report.resumed_at or "none").inc()
+            self._restored.labels(match.tier).inc(report.restored_bytes)
+        if run.miss is not None:
+            self._missed.labels(run.miss["reason"]).inc()
+            self._missed_tokens.labels(run.miss["reason"]).inc(run.miss.get("tokens", 0))
+        if tokens:
+            self._timed(report, endpoint)
+
+    def _timed(self, report: Report, endpoint: str) -> None:
+        self._first_token.labels(endpoint).observe(report.ttft_ms / 1e3)
+        parts = {
+            "queue": report.queued_ms,
+            "match": report.match_ms,
+            "restore": report.restore_ms,
+            "prefill": report.prefill_ms,
+        }
+        for part, ms in parts.items():
+            self._part.labels(part).observe(ms / 1e3)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _Now(Collector):
+    """What the engine and the cache say of themselves when they are asked."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def describe(self) -> list[Metric]:
+        return []  # so that registering does not ask an engine that is still loading
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "rewarm_ready", "1 where requests are answered.", float(self._engine.state == "ready")
+        )
+        try:
+            yield from self._requests(self._engine.stats())
+            cache = self._engine.cache
+            disk = disk_figures(cache.disk) if cache.disk is not None else None
+            yield from self._cache(cache.stats(), disk)
+            if disk is not None:
+                yield from self._disk(disk)
+        except (NotReady, CacheClosed):
+            return
+
+    def _requests(self, engine: EngineStats) -> Iterator[Metric]:
+        stages = {name: getattr(engine, name) for name in ("waiting", "prefilling", "decoding")}
+        yield _gauge("engine_requests", "Sequences in the engine, by stage.", "stage", stages)
+        options = self._engine.options
+        limits = {"waiting": options.max_queue, "decoding": options.max_batch}
+        yield _gauge("engine_limit", "The most sequences in a stage.", "stage", limits)
+        yield CounterMetricFamily(
+            "rewarm_engine_prefilled_tokens",
+            "Prompt tokens computed for requests, as they are computed.",
+            engine.prefilled_tokens,
+        )
+        yield CounterMetricFamily(
+            "rewarm_engine_restarts", "Turns that failed as a whole.", engine.restarts
+        )
+        yield GaugeMetricFamily(
+            "rewarm_warm_ahead_waiting", "Prompts to warm ahead.", engine.warm_waiting
+        )
+        yield CounterMetricFamily(
+            "rewarm_warm_ahead_tokens", "Tokens prefilled ahead of requests.", engine.warm_tokens
+        )
+
+    def _cache(self, stats: Stats, disk: DiskFigures | None) -> Iterator[Metric]:
+        sizes = GaugeMetricFamily(
+            "rewarm_cache_bytes", "Bytes held, by tier and kind.", labels=["tier", "kind"]
+        )
+        for tier, kinds in stats.bytes.items():
+            for kind, size in kinds.items():
+                sizes.add_metric([tier, kind], size)
+        yield sizes
+        budgets = {"memory": stats.budget, **({"disk": disk.budget} if disk else {})}
+        yield _gauge("cache_budget_bytes", "The most bytes that a tier holds.", "tier", budgets)
+        yield GaugeMetricFamily("rewarm_cache_entries", "Nodes of the tree.", stats.entries)
+        yield GaugeMetricFamily("rewarm_cache_checkpoints", "Checkpoints held.", stats.checkpoints)
+        yield GaugeMetricFamily("rewarm_cache_tokens", "Distinct tokens held.", stats.tokens)
+        yield GaugeMetricFamily("rewarm_cache_buffers", "Buffers of the device.", stats.buffers)
+        yield GaugeMetricFamily("rewarm_cache_leases", "Paths that are in use.", stats.leases)
+        yield CounterMetricFamily("rewarm_cache_hits", "Prompts resumed.", stats.hits)
+        yield CounterMetricFamily("rewarm_cache_misses", "Prompts begun anew.", stats.misses)
+        evictions = CounterMetricFamily(
+            "rewarm_cache_evictions", "What had to go, by tier and kind.", labels=["tier", "what"]
+        )
+        for what in ("leaf", "checkpoint", "window"):
+            evictions.add_metric(["memory", what], stats.evicted.get(what, 0))
+        if disk is not None:
+            evictions.add_metric(["disk", "any"], disk.evictions)
+        yield evictions
+
+    def _disk(self, disk: DiskFigures) -> Iterator[Metric]:
+        yield CounterMetricFamily("rewarm_disk_reads", "Spans brought up to memory.", disk.reads)
+        yield CounterMetricFamily("rewarm_disk_written_bytes", "Bytes written.", disk.written)
+        yield GaugeMetricFamily(
+            "rewarm_disk_unwritten_bytes", "Bytes that wait to be written.", disk.unwritten
+        )
+        yield GaugeMetricFamily(
+            "rewarm_disk_paused", "1 where the disk refused a moment ago.", float(disk.paused)
+        )
+
+
+def _gauge(name: str, help: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(f"rewarm_{name}", help, labels=[label])
+    for value, number in values.items():
+        gauge.add_metric([value], number)
+    return gauge

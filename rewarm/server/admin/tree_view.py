@@ -1,0 +1,271 @@
+"""The tree as JSON: the spans with the most below them, the rest of each place in one entry.
+
+A survey walks every node, so one serves until something has changed; after a long one, the next is
+not taken before its cost is a small share of the time since. Prompt text is for the tenant whose
+salt it was sent with; of all others there are sizes."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rewarm.cache import PrefixCache
+from rewarm.cache.views.survey import BYTES, COLUMNS, KINDS, SUMMED, Survey
+from rewarm.generate.labels import Label, Labels, Mark
+
+from ..errors import ApiError
+
+SHARE = 0.01
+"""Of a thread's time that long surveys may take while somebody looks on."""
+SHORT = 0.01
+"""Seconds of a survey that is taken whenever something has changed."""
+LABELS = 200
+"""Spans of a reply that have their words: those with the most below them."""
+HELD = [(tier, kind) for tier in ("memory", "disk") for kind in BYTES]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Which part of the tree is asked for."""
+
+    root: str | None = None
+    depth: int = 1 << 30
+    limit: int = 256
+    offset: int = 0
+    """How many of the root's children, in order of size, are left out."""
+    salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a reply has of a survey."""
+
+    rows: list[int]
+    """Parents first."""
+    taken: dict[int, int]
+    """How many of its children each of them has in the reply."""
+
+
+class TreeView:
+    """The latest survey, and replies from it. Its methods run on the server's own threads."""
+
+    def __init__(self, cache: PrefixCache, labels: Labels) -> None:
+        self.cache = cache
+        self.labels = labels
+        self._lock = threading.Lock()
+        self._survey: Survey | None = None
+        self._version: tuple[int, ...] = ()
+        self._next = 0.0
+        self._words: dict[str, Label] = {}
+
+    def tag(self, wish: Wish) -> str:
+        """The same as long as a reply would be."""
+        return f"{hash((self._version, wish)) & (1 << 64) - 1:016x}"
+
+    def forget(self) -> None:
+        """The cache was cleared: no word of it shall stay here."""
+        with self._lock:
+            self._survey, self._words, self._next = None, {}, 0.0
+
+    def refresh(self) -> None:
+        """Look again, where there is something new and the last look is long enough ago."""
+        # Whoever comes while another thread looks is served what there is.
+        if not self._lock.acquire(blocking=self._survey is None):
+            return
+        try:
+            version = self.cache.version()
+            began = time.monotonic()
+            if self._survey is not None and (version == self._version or began < self._next):
+                return
+            self._survey, self._version = self.cache.survey(), version
+            cost = time.monotonic() - began
+            self._next = 0.0 if cost < SHORT else began + cost / SHARE
+        finally:
+            self._lock.release()
+
+    def reply(self, wish: Wish) -> dict[str, Any]:
+        survey = self._survey
+        while survey is None:  # cleared between two looks
+            self.refresh()
+            survey = self._survey
+        root = 0
+        if wish.root is not None:
+            found = survey.find(wish.root)
+            if found is None:
+                raise ApiError(
+                    404,
+                    f"root={wish.root}: there is no such span any more; leave it out for the whole "
+                    "tree",
+                )
+            root = found
+        shown = _chosen(survey, root, wish)
+        page = _Page(survey, shown, root, wish, self.cache, self.labels, self._words)
+        body = page.body()
+        if page.words:
+            self._words = page.words
+        return body
+
+
+def _chosen(survey: Survey, root: int, wish: Wish) -> Shown:
+    """The rows with the most tokens below them, from the root on."""
+    children, sums = survey.children, survey.sums
+    tokens = SUMMED.index("tokens")
+    rows: list[int] = []
+    taken: dict[int, int] = {root: 0}
+    queue: list[tuple[int, int, int, int, int]] = []
+
+    def put(parent: int, place: int, stop: int, depth: int) -> None:
+        if place < stop and depth <= wish.depth:
+            row = int(children.rows[place])
+            heapq.heappush(queue, (-int(sums[row, tokens]), row, place, stop, depth))
+
+    start, stop = children.span(root)
+    put(root, min(start + wish.offset, stop), stop, 1)
+    parent = survey.column("parent")
+    while queue and len(rows) < wish.limit:
+        _, row, place, stop, depth = heapq.heappop(queue)
+        rows.append(row)
+        above = int(parent[row])
+        taken[above] = taken.get(above, 0) + 1
+        put(above, place + 1, stop, depth)
+        put(row, *children.span(row), depth + 1)
+    return Shown(rows, taken)
+
+
+@dataclass
+class _Page:
+    """One reply in the making."""
+
+    survey: Survey
+    shown: Shown
+    root: int
+    wish: Wish
+    cache: PrefixCache
+    labels: Labels
+    known: dict[str, Label]
+    words: dict[str, Label] = field(default_factory=dict)
+    _last_roles: dict[int, str | None] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        survey = self.survey
+        own = {row: self.cache.in_namespace(n, self.wish.salt) for row, n in survey.owners.items()}
+        owner = survey.owner(self.root)
+        yours = {self.root: owner is not None and self.cache.in_namespace(owner, self.wish.salt)}
+        lit = self._last_use([row for row, mine in own.items() if mine])
+        root, *nodes = self._nodes([self.root, *self.shown.rows])
+        for row, node in zip(self.shown.rows, nodes, strict=True):
+            above = int(survey.cells[row, 0])
+            mine = yours[row] = own.get(row, yours[above])
+            if row in survey.owners:
+                node["yours"] = mine
+            elif mine:
+                node["used_last"] = bool(lit) and node["hits"] > 0 and node["last_used"] == lit
+                if len(self.words) < LABELS:
+                    node["label"] = vars(self._label(row))
+        merged = list(self._merged())
+        return {"clock": survey.clock, "root": root, "nodes": nodes, "merged": merged}
+
+    def _nodes(self, rows: list[int]) -> list[dict[str, Any]]:
+        survey = self.survey
+        # Lists are taken once: what is asked of an array cell by cell is what would cost.
+        cells, sums = survey.cells[rows].tolist(), survey.sums[rows].tolist()
+        leaves, nodes = (survey.size[rows] == 1).tolist(), []
+        names = {row: survey.name(row) for row in {*rows, *(c[0] for c in cells)} if row >= 0}
+        for row, cell, below, leaf in zip(rows, cells, sums, leaves, strict=True):
+            parent, _, _, start, tokens, kind, hits, last_used = cell[:8]
+            node: dict[str, Any] = {
+                "id": names[row],
+                "parent": names.get(parent),
+                "start": start,
+                "tokens": tokens,
+                "bytes": _bytes(cell),
+                "checkpoint": KINDS[kind],
+                "hits": hits,
+                "last_used": last_used,
+            }
+            if not leaf:
+                node["with_below"] = _summed(below)
+            nodes.append(node)
+        return nodes
+
+    def _merged(self) -> Iterator[dict[str, Any]]:
+        """Children that are not in the reply, together, for each place that has some."""
+        children = self.survey.children
+        for row in [self.root, *self.shown.rows]:
+            start, stop = children.span(row)
+            first = start + self.shown.taken.get(row, 0)
+            if row == self.root:
+                first += self.wish.offset
+            if first < stop:
+                yield {
+                    "parent": self.survey.name(row),
+                    "count": stop - first,
+                    "offset": first - start,
+                    **_summed(children.together(first, stop)),
+                }
+
+    def _last_use(self, roots: list[int]) -> int:
+        """When a tenant's newest request found something."""
+        newest = 0
+        for row in roots:
+            span = slice(row, row + int(self.survey.size[row]))
+            used = self.survey.column("last_used")[span]
+            # What only the disk has was used by no request since it left memory.
+            found = (self.survey.column("hits")[span] > 0) & (used <= self.survey.clock)
+            newest = max(newest, int(used[found].max(initial=0)))
+        return newest
+
+    def _label(self, row: int) -> Label:
+        survey = self.survey
+        name = f"{survey.name(row)}+{int(survey.cells[row, COLUMNS.index('tokens')])}"
+        label = self.known.get(name)
+        if label is None:
+            key = survey.keys[row]
+            above = int(survey.cells[row, 0])
+            label = self.labels.label(key, self._marks(row), self._role_at_end(above))
+        self.words[name] = label
+        return label
+
+    def _marks(self, row: int) -> list[Mark]:
+        before, above = b"", int(self.survey.cells[row, 0])
+        while above > 0 and len(before) < self.labels.longest:
+            before = self.survey.keys[above][-self.labels.longest :] + before
+            above = int(self.survey.cells[above, 0])
+        return self.labels.marks(self.survey.keys[row], before)
+
+    def _role_at_end(self, row: int) -> str | None:
+        """The role of the message that a span ends in."""
+        climbed = []
+        while row > 0 and row not in self._last_roles:
+            climbed.append(row)
+            marks = self._marks(row)
+            if marks:
+                self._last_roles[row] = marks[-1].role
+                break
+            row = int(self.survey.cells[row, 0])
+        role = self._last_roles.get(row)
+        self._last_roles.update(dict.fromkeys(climbed, role))
+        return role
+
+
+def _bytes(values: list[int]) -> dict[str, dict[str, int]]:
+    """By tier and kind: they are the last of a row and of a sum alike."""
+    found: dict[str, dict[str, int]] = {}
+    for (tier, kind), nbytes in zip(HELD, values[-len(HELD) :], strict=True):
+        if nbytes:
+            found.setdefault(tier, {})[kind] = nbytes
+    return found
+
+
+def _summed(values: list[int]) -> dict[str, Any]:
+    nodes, tokens, checkpoints = values[:3]
+    return {
+        "nodes": nodes,
+        "tokens": tokens,
+        "checkpoints": checkpoints,
+        "bytes": _bytes(values),
+    }

@@ -1,0 +1,432 @@
+"""The bench's own arithmetic, its simulator, and a short run of a scenario."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from rewarm.bench.client import Answered, hit, shown
+from rewarm.bench.figures import Spread, amplification, common, ratios, trie_size
+from rewarm.bench.policies import budgets
+from rewarm.bench.prefix import usual
+from rewarm.bench.profiles import Profile, profile
+from rewarm.bench.report import write
+from rewarm.bench.result import Plot, Result
+from rewarm.bench.simulate import POLICIES, replay
+from rewarm.bench.sized import sized_cache
+from rewarm.bench.svg import draw
+from rewarm.bench.traces import Trace, TraceRequest, read
+from rewarm.cache import LRU, WorkPerByte
+from rewarm.cache.placement import Boundary
+from rewarm.cache.retention import Evictor
+from rewarm.cli.app import app
+from rewarm.errors import InvalidOption
+from tests.support import prompt, shared
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+ATTENTION = Profile("attention", 1000, 0, 0, 0, 2e9, 1e5, 0)
+HYBRID = Profile("hybrid", 1000, 0, 0, 200_000, 2e9, 1e5, 0)
+WINDOW = Profile("window", 500, 500, 128, 0, 2e9, 5e4, 5e4)
+
+
+def trace_of(*prompts: list[int], block: int = 64, waits: tuple[int, ...] = ()) -> Trace:
+    """Requests with these blocks. Equal numbers must come after equal pasts."""
+    return Trace(
+        "made",
+        [
+            TraceRequest(i, 0, np.asarray(p, np.int32), block, block * len(p), waits=i in waits)
+            for i, p in enumerate(prompts)
+        ],
+    )
+
+
+def test_a_trie_counts_a_token_once_for_each_past() -> None:
+    assert trie_size([[1, 2, 3], [1, 2, 4], [1, 2, 3, 5]]) == 5
+    assert trie_size([[1, 2], [2, 1]]) == 4
+    assert trie_size([[7, 7, 7], [7, 7]]) == 3
+    assert trie_size([]) == 0
+
+
+def test_amplification_is_one_where_nothing_is_computed_twice() -> None:
+    prompts = [[1, 2, 3], [1, 2, 4]]
+    assert amplification(4, prompts) == 1.0
+    assert amplification(6, prompts) == 1.5
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    found = ratios(ours=[1.0, 10.0, 2.0], theirs=[2.0, 20.0, 8.0])
+    assert found == Spread(2.0, 2.0, 4.0)
+
+
+def test_ratios_of_an_interrupted_run_are_of_the_rounds_that_both_have() -> None:
+    assert ratios(ours=[1.0, 1.0], theirs=[3.0]) == Spread(3.0, 3.0, 3.0)
+
+
+def test_what_two_prompts_begin_with_is_counted() -> None:
+    assert common([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert common([1, 2], [1, 2, 3]) == 2
+    assert common([7], []) == 0
+
+
+def test_hits_are_weighed_by_tokens_and_unknown_where_a_server_keeps_them_to_itself() -> None:
+    short, long = (
+        Answered(prompt=10, cached=0, counted=True),
+        Answered(prompt=90, cached=60, counted=True),
+    )
+    assert hit(short, long) == 0.6
+    assert shown(hit(short, long)) == "60.0%"
+    assert shown(hit(short, Answered(prompt=10))) == "-"
+    assert shown(hit()) == "-"
+
+
+def test_budgets_double_over_a_range() -> None:
+    assert budgets("1GB..8GB") == [10**9, 2 * 10**9, 4 * 10**9, 8 * 10**9]
+    assert budgets("1GB,3GB") == [10**9, 3 * 10**9]
+
+
+def test_profiles_have_the_bytes_of_the_real_models() -> None:
+    hybrid = profile("qwen3.5-9b")
+    # 8 attention layers of 4 heads of 256, K and V, two bytes each.
+    assert hybrid.row_bytes == 8 * 2 * 4 * 256 * 2
+    # 24 delta layers: 32 heads of 128 by 128 in float32, and a convolution's last 3 inputs.
+    assert hybrid.state_bytes == 24 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)
+    # Every weight but embedding and head is met by every token.
+    assert hybrid.flops == pytest.approx(2 * (8.95e9 - 2 * 248_320 * 4096), rel=0.01)
+    small = profile("qwen3-0.6b")
+    assert (small.row_bytes, small.window_bytes, small.state_bytes) == (28 * 2 * 8 * 128 * 2, 0, 0)
+    assert profile("gpt-oss-20b").window == 128
+
+
+def test_flops_of_a_prefill_add_up() -> None:
+    for each in (ATTENTION, HYBRID, WINDOW):
+        whole = each.prefill_flops(0, 5000)
+        parts = each.prefill_flops(0, 700) + each.prefill_flops(700, 5000)
+        assert parts == pytest.approx(whole)
+
+
+def test_a_profile_that_is_not_known_is_a_clear_error() -> None:
+    with pytest.raises(InvalidOption, match=r"qwen3\.5-9b"):
+        profile("qwen99")
+
+
+def test_sessions_keep_their_hashes_apart(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        session = {
+            "block_size": 64,
+            "tool_tokens": 60,
+            "system_tokens": 10,
+            "requests": [
+                {"t": 0.0, "in": 130, "out": 5, "hash_ids": [1, 2], "stop": "tool_use"},
+                {"t": 9.0, "in": 200, "out": 5, "hash_ids": [1, 2, 3], "stop": "end_turn"},
+            ],
+        }
+        with gzip.open(tmp_path / f"{name}.json.gz", "wt") as file:
+            json.dump(session, file)
+    trace = read([tmp_path])
+    assert [r.time for r in trace.requests] == [0.0, 0.0, 9.0, 9.0]
+    assert trace.prompt_tokens == 2 * 330
+    # Three whole blocks and the two rests, in each session.
+    assert trace.trie_tokens() == 2 * (3 * 64 + 2 + 8)
+    assert [r.waits for r in trace.requests] == [False, False, True, True]
+    assert [b.kind for b in trace.requests[-1].boundaries()] == ["system", "turn", "user"]
+
+
+def test_mooncakes_last_block_is_cut_short(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 0, "input_length": 700, "output_length": 1, "hash_ids": [4, 5]},
+        {"timestamp": 1000, "input_length": 1024, "output_length": 1, "hash_ids": [4, 5]},
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    trace = read([file])
+    assert [len(r.tokens()) for r in trace.requests] == [700, 1024]
+    assert trace.trie_tokens() == 512 + 188 + 512
+    assert trace.requests[0].whole == 512
+
+
+@pytest.mark.parametrize("profile", [ATTENTION, HYBRID, WINDOW], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", ["rewarm", "lru", "clairvoyant"])
+def test_with_room_for_everything_nothing_is_computed_twice(profile: Profile, policy: Any) -> None:
+    trace = trace_of([0, 1, 2], [0, 1, 2, 3], [10, 11], [0, 1, 2, 3, 4], [10, 11, 12])
+    outcome = replay(trace, profile, 10**9, policy, chunk=64)
+    # The last token of a prompt is always computed.
+    again = outcome.prefilled_tokens - trace.trie_tokens()
+    assert 0 <= again <= len(trace.requests)
+    assert outcome.evictions == 0
+
+
+def test_clairvoyant_keeps_what_comes_back_in_a_round() -> None:
+    """Three chats in turn where two fit: the least recently used is just what comes next."""
+    chats = [[100 * c + b for b in range(20)] for c in range(3)]
+    trace = trace_of(*(chats[i % 3] for i in range(30)))
+    room = int(2.3 * 20 * 64 * 1000)
+    rates = {
+        p: replay(trace, ATTENTION, room, p, chunk=64).hit_rate for p in ("lru", "clairvoyant")
+    }
+    assert rates["lru"] < 0.3
+    assert rates["clairvoyant"] > 0.5
+
+
+def test_the_policy_keeps_a_round_that_lru_loses() -> None:
+    chats = [[100 * c + b for b in range(20)] for c in range(4)]
+    order = [0, 1, 0, 1, *(i % 4 for i in range(36))]
+    trace = trace_of(*(chats[i] for i in order))
+    room = int(2.5 * 20 * 64 * 1000)
+    rates = {p: replay(trace, ATTENTION, room, p, chunk=64).hit_rate for p in ("lru", "rewarm")}
+    assert rates["rewarm"] > rates["lru"] + 0.1
+
+
+@pytest.mark.parametrize("memory", [8, 16])
+def test_a_third_of_what_lru_misses_is_hit_on_recorded_sessions(memory: int) -> None:
+    """Six coding agents at once, a prompt of 3 GB each. `rewarm bench trace` takes all sixty."""
+    files = sorted(shared("traces/claude-code").glob("*.json.gz"))
+    trace, hybrid = read(files[1::10]), profile("qwen3.5-9b")
+    trie = trace.trie_tokens()
+    rates = {
+        p: replay(trace, hybrid, memory * 10**9, p, trie_tokens=trie).hit_rate for p in POLICIES
+    }
+    assert rates["clairvoyant"] > rates["lru"] + 0.02
+    assert rates["rewarm"] - rates["lru"] > (rates["clairvoyant"] - rates["lru"]) / 3
+
+
+def test_a_chat_whose_end_had_to_go_goes_on_from_where_it_was_before() -> None:
+    """Two chats take turns where one and a half fit. Half of a chat is better than its beginning,
+    which is all that is left where no checkpoint on the way was kept."""
+    large = Profile("large", 1000, 0, 0, 2_000_000, 2e9, 1e5, 0)
+    chats = [prompt(60_000, seed) for seed in (1, 2)]
+    cache = sized_cache(large, 115 * 10**6, WorkPerByte())
+    for length in range(52_000, 60_000, 2000):
+        for chat in chats:
+            fill(cache, chat[:length])
+    assert cache.stats().evictions
+    assert cache.match(chats[1]).resume > 50_000
+    assert cache.match(chats[0]).resume > 20_000
+
+
+def fill(cache: Any, *prompts: Any) -> None:
+    for tokens in prompts:
+        with cache.acquire(tokens, boundaries=[Boundary(len(tokens) - 20, "user")]) as lease:
+            for cut in lease.cuts:
+                cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
+    cache.verify()
+
+
+@pytest.mark.parametrize("profile", [ATTENTION, HYBRID, WINDOW], ids=lambda p: p.name)
+def test_a_chat_that_waits_for_a_person_goes_before_one_that_waits_for_a_tool(
+    profile: Profile,
+) -> None:
+    cache = sized_cache(profile, 10**9, WorkPerByte(), chunk=512)
+    person, tool = prompt(1000, 1), prompt(1000, 2)
+    fill(cache, tool, person)  # the person's is the more recent one
+    cache.waits(person)
+    cache.resize(cache.memory.held.total * 2 // 3)
+    cache.verify()
+    assert cache.match(tool).resume > cache.match(person).resume
+
+
+@pytest.mark.parametrize("profile", [ATTENTION, HYBRID], ids=lambda p: p.name)
+def test_a_chat_that_came_back_outlives_newcomers(profile: Profile) -> None:
+    cache = sized_cache(profile, 10**9, WorkPerByte(), chunk=512)
+    known, new = prompt(1000, 1), prompt(1000, 2)
+    fill(cache, known, known, new)
+    cache.resize(cache.memory.held.total * 2 // 3)
+    assert cache.match(known).resume > cache.match(new).resume
+
+
+@pytest.mark.parametrize("profile", [ATTENTION, HYBRID], ids=lambda p: p.name)
+def test_what_one_request_used_goes_from_its_end_on(profile: Profile) -> None:
+    """A path without its beginning is worth nothing, and one without its end nearly all."""
+    cache = sized_cache(profile, 10**9, LRU(), chunk=512)
+    marks = [Boundary(at, "user") for at in range(400, 4000, 400)]
+    for tokens in (prompt(4000, 1), prompt(4000, 1)):
+        with cache.acquire(tokens, boundaries=marks) as lease:
+            for cut in lease.cuts:
+                cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
+    points = [*range(400, 4000, 400)]
+    while cache.memory.held.total > 1.2 * 10**6:
+        cache.resize(int(cache.memory.held.total * 0.9))
+        found = [cache.match(prompt(4000, 1)[: at + 1]).resume for at in points]
+        assert found == [min(at, found[-1]) for at in points]
+
+
+def check_that_nothing_hides(evictor: Evictor) -> None:
+    """What is filed too low is found and filed again; too high, and it would not be found."""
+    for entry in evictor._entries.values():
+        if entry.node.parent is not None and entry.what in evictor._appraiser.kinds(entry.node):
+            tree = evictor._trees[entry.node]
+            now = evictor._entry(evictor._appraiser.item(tree, entry.node, entry.what))
+            left = evictor.policy.left(0)
+            before, after = (e.worth * left if e.bucket.left else e.worth for e in (entry, now))
+            assert before <= after * 2**0.5 + 1e-12, entry
+            assert entry.since <= now.since
+
+
+def test_a_leaf_that_is_left_alone_is_worth_less_for_the_rows_that_go_with_it() -> None:
+    cache = sized_cache(HYBRID, 10**9, WorkPerByte(), chunk=512)
+    system = prompt(2000, 1)
+    fill(cache, *(np.concatenate([system, prompt(200, i)]) for i in (2, 3)))
+    evictor, [tree] = cache._evictor, cache._trees.values()
+    for node in list(tree.nodes()):
+        if node.children:
+            cache.memory.put_checkpoint(node, None)
+    evictor.take_in([tree])
+    leaf: Any = next(node for node in tree.nodes() if not node.children)
+    while not leaf.children:
+        above = leaf.parent
+        evictor._evict(evictor._appraiser.item(tree, leaf, "leaf"))
+        evictor.take_in([tree])
+        leaf = above
+    check_that_nothing_hides(evictor)
+
+
+@pytest.mark.parametrize("policy", [WorkPerByte(), LRU()], ids=["work per byte", "lru"])
+@pytest.mark.parametrize("profile", [ATTENTION, HYBRID, WINDOW], ids=lambda p: p.name)
+def test_the_index_finds_what_a_look_at_everything_finds(profile: Profile, policy: Any) -> None:
+    """Whatever came, went and was used since: the index's choice is within its step of the best."""
+    draw = np.random.default_rng(3)
+    cache = sized_cache(profile, 10**9, policy, chunk=256)
+    roots = [prompt(900, i) for i in range(16)]
+    chosen = 0
+    for i in range(240):
+        root = roots[draw.integers(len(roots))]
+        tokens = np.concatenate([root[: draw.integers(200, 900)], prompt(200, 100 + i)])
+        fill(cache, tokens)
+        if i % 7 == 3:
+            cache.waits(tokens)
+        evictor = cache._evictor
+        evictor.take_in(list(cache._trees.values()))
+        crowd = evictor._crowd()
+
+        def score(item: Any, crowd: int = crowd) -> float:
+            age = max(cache._clock - policy.since(item), 0) + policy.behind(item) * crowd
+            left = policy.left(crowd) if item.left else 1.0
+            return float(policy.worth(item) * left / (1 + crowd / 2 + age))
+
+        every = [
+            score(evictor._appraiser.item(tree, node, what))
+            for tree in cache._trees.values()
+            for node in tree.nodes()
+            for what in evictor._appraiser.kinds(node)
+        ]
+        check_that_nothing_hides(evictor)
+        before = evictor._worst(cache._clock, only_warm=False)
+        assert before is not None
+        assert score(before) <= min(every) * 2**0.5 + 1e-12
+        evictor._file(before)
+        chosen += 1
+        cache.resize(max(int(cache.memory.held.total * 0.97), 10**6))
+        cache.verify()
+        cache.memory.budget = 10**9
+    assert chosen == 240
+
+
+def test_what_was_cleared_is_not_kept_alive_by_the_index() -> None:
+    cache = sized_cache(HYBRID, 10**6, chunk=256)
+    fill(cache, *(prompt(600, i) for i in range(5)))
+    assert cache.stats().evictions
+    cache.clear()
+    assert not cache._evictor._entries
+    assert not cache.memory.noted
+    fill(cache, prompt(600, 9))
+
+
+def test_a_result_is_read_back_as_it_was_and_drawn(tmp_path: Path) -> None:
+    result = Result("chat", "pocket", "rewarm bench chat --turns 2", {"device": "cpu"})
+    result.sheet("turns", "turn", "hit").add(1, "50%")
+    plot = result.plot("Hit by turn", "turn", "%")
+    plot.add("rewarm <1>", 1, 50)
+    plot.add("rewarm <1>", 2, 75)
+    result.save(tmp_path / "chat.json")
+    assert Result.load(tmp_path / "chat.json") == result
+    page = write(tmp_path).read_text()
+    assert "50%" in page
+    assert "<polyline" in page
+    assert "rewarm &lt;1&gt;" in page
+    with pytest.raises(InvalidOption, match="no results"):
+        write(tmp_path / "elsewhere")
+
+
+def test_a_plot_of_nothing_says_so() -> None:
+    assert "nothing" in draw(Plot("Empty", "x", "y"))
+
+
+def test_bench_runs_a_trace_from_the_command_line(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": i, "tokens": [*range(200), *range(1000 + 7 * i, 1100 + 7 * i)]}
+        for i in range(5)
+    ]
+    file = tmp_path / "tokens.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    out = tmp_path / "out.json"
+    done = CliRunner().invoke(
+        app, ["bench", "trace", str(file), "--memory", "64MB..128MB", "--json", str(out)]
+    )
+    assert done.exit_code == 0, done.output
+    result = Result.load(out)
+    assert result.command == f"rewarm bench trace {file} --memory 64MB..128MB"
+    rows = result.sheets[0].rows
+    assert [row[0] for row in rows] == ["0.064 GB"] * 3 + ["0.128 GB"] * 3
+
+
+def test_branch_finds_what_earlier_turns_share_over_http(tmp_path: Path) -> None:
+    out = tmp_path / "branch.json"
+    command = ["bench", "branch", "--model", "random:hybrid-tiny", "--turns", "3", "--answer", "4"]
+    done = CliRunner().invoke(app, [*command, "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    result = Result.load(out)
+    assert result.complete
+    hits = {row[0]: (float(row[3][:-1]), float(row[4][:-1])) for row in result.sheets[0].rows}
+    assert hits["turn 1"] == (0.0, 0.0)
+    for name in ("turn 3", "the last question again", "another first question"):
+        got, best = hits[name]
+        assert best > 60
+        assert got > best - 3
+
+
+@pytest.mark.parametrize(
+    ("device", "context", "found"),
+    [
+        ("cpu", 1 << 31, [2000, 20_000]),
+        ("gpu", 1 << 31, [2000, 20_000, 100_000]),
+        ("gpu", 32_768, [2000, 20_000]),
+        ("cpu", 16_384, [2000]),
+        ("cpu", 1000, [500]),
+    ],
+)
+def test_prefix_measures_what_the_context_has_room_for(
+    device: str, context: int, found: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: getattr(mx, device))
+    result = Result("prefix", "pocket", "", {})
+    bench = SimpleNamespace(result=result)
+    assert usual(cast(Any, bench), context) == found
+    assert bool(result.figures) is (context < 1 << 31)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench_prefill.py --parts models --hybrid hybrid-tiny --attention attention-tiny "
+        "--lengths 64 --stock-lengths 16 --matmul 64 --rounds 1",
+        "bench_hit.py --model hybrid-tiny --length 600 --rounds 1",
+    ],
+)
+def test_the_tools_for_a_gpu_run(command: str) -> None:
+    """They are needed where there is no time to mend them."""
+    tool, *options = command.split()
+    ran = subprocess.run(
+        [sys.executable, str(TOOLS / tool), *options], capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "tiny" in ran.stdout

@@ -1,0 +1,87 @@
+"""What is copied into running caches lies in new memory: in large pages, and filled once."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from rewarm.cache import pages, payload
+from rewarm.cache.pages import unfilled
+from rewarm.cache.payload import Packing, join
+from tests import zoo
+from tests.cache.test_disk import ARCHITECTURES, cache_on
+from tests.support import cold, divergence, prompt, run
+
+linux_cpu = pytest.mark.skipif(not pages.available(), reason="only on a Linux CPU")
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@linux_cpu
+def test_what_is_unfilled_was_never_touched() -> None:
+    small = 64 << 20 >> 12  # pages
+    before = faults()
+    kept = unfilled(64 << 20)
+    mx.eval(kept)
+    assert faults() - before < small // 100
+    if LARGE_PAGES.exists() and "[never]" not in LARGE_PAGES.read_text():
+        np.asarray(kept)[:] = 1
+        assert faults() - before < small // 2
+
+
+def rows_of(dtype: mx.Dtype, start: int, stop: int) -> tuple[Packing, Any]:
+    """Two layers of different widths, one of no width at all."""
+    mx.random.seed(start)
+    shape = {"keys": (1, 2, stop - start, 32), "values": (1, 2, stop - start, 48)}
+    keys, values = (mx.random.normal(s).astype(dtype) for s in shape.values())
+    none = mx.zeros((1, 2, stop - start, 0), dtype)
+    packing = Packing.of([[keys, values], [values, none]])
+    return packing, packing.pack([[keys, values], [values, none]], start, stop)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16, mx.uint32], ids=str)
+@pytest.mark.parametrize("room", [0, 9])
+@pytest.mark.parametrize("spans", [[(0, 1500)], [(0, 4), (1100, 1490)]])
+def test_rows_are_joined_alike_in_large_pages_and_in_small_ones(
+    dtype: mx.Dtype, room: int, spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packing, first = rows_of(dtype, 0, 700)
+    pieces = [first, rows_of(dtype, 700, 1500)[1]]
+    found = []
+    for least in (0, 1 << 60):
+        monkeypatch.setattr(payload, "WORTH_A_THREAD", least)
+        found.append(join(packing, pieces, spans, range(4), room))
+    tokens = sum(stop - start for start, stop in spans)
+    for a, b in zip(*found, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        left, right = (np.asarray(each.view(mx.uint8)) for each in (a, b))
+        assert np.array_equal(left, right)
+        assert not left[:, :, tokens:].any()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_answer_from_disk_is_the_same_in_large_pages(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payload, "WORTH_A_THREAD", 0)
+    model, asked = zoo.tiny(name), prompt(150, 1, zoo.vocabulary(name))
+    first = cache_on(tmp_path, model)
+    run(model, first, asked)
+    first.close()
+    again = cache_on(tmp_path, model)
+    for tier in ("disk", "memory"):
+        ran = run(model, again, asked, decode=8)
+        assert (ran.match.tier, ran.match.resume) == (tier, len(asked) - 1)
+        alone = cold(model, asked, decode=8, like=again)
+        assert divergence(ran.logits, alone.logits) <= 1e-5
+        assert ran.tokens == alone.tokens
+    again.verify()
+    again.close()

@@ -1,0 +1,271 @@
+"""Random programs: prompts that extend, branch and are edited; several leases at once, advanced
+chunk by chunk, finished, cancelled or forgotten; evictions to random budgets.
+
+After every step the tree is verified and no stored byte has changed, and whatever is computed
+equals a cold run: bit for bit in `exact`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache as memoised
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from rewarm.cache import Boundary, Lease, Match, PrefixCache
+from tests import zoo
+from tests.conftest import SOAK
+from tests.support import (
+    Logits,
+    Prompt,
+    advance,
+    cold,
+    divergence,
+    finish,
+    held_bytes,
+    joined,
+    prompt,
+)
+
+CHUNK = 16
+LONGEST = 110
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rows": ("llama", {}),
+    "rows, 8 bits": ("llama", {"kv_bits": 8, "kv_group_size": 32}),
+    "window that keeps": ("qwen3", {"max_kv_size": 24}),
+    "window and rows": ("gpt_oss", {}),
+    "blocks and rows": ("llama4", {}),
+    "recurrent and rows": ("qwen3_5", {}),
+    "recurrent and window": ("recurrent_gemma", {}),
+    "composite": ("baichuan_m1", {}),
+    "opaque": ("deepseek_v41", {}),
+}
+# With rows that a ring keeps, mlx-lm's answers depend on the cuts by themselves.
+CASES = [
+    (name, reuse)
+    for name in MODELS
+    for reuse in ("fast", "exact")
+    if (name, reuse) != ("window that keeps", "fast")
+]
+
+
+@memoised
+def model_of(name: str) -> Any:
+    return zoo.tiny(MODELS[name][0])
+
+
+class Programs(RuleBasedStateMachine):
+    name: ClassVar[str]
+    reuse: ClassVar[Any]
+    examples = 12
+    hits: ClassVar[int]
+    expected: ClassVar[dict[tuple[bytes, tuple[int, ...]], Logits]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = model_of(self.name)
+        self.cache = self.make_cache()
+        self.prompts: list[Prompt] = [prompt(40, 1)]
+        self.leases: list[tuple[Lease, list[Boundary]]] = []
+        self.stored: dict[int, bytes] = {}
+        self.alive: list[Any] = []
+
+    def make_cache(self, **options: Any) -> PrefixCache:
+        options |= MODELS[self.name][1]
+        return PrefixCache(self.model, memory="64MB", reuse=self.reuse, chunk=CHUNK, **options)
+
+    def boundaries(self, tokens: Prompt) -> list[Boundary]:
+        """Where messages end: after every multiple of 23, so by the tokens before alone."""
+        return [Boundary(int(i) + 1, "user") for i in np.flatnonzero(tokens % 23 == 0)]
+
+    @rule(
+        which=st.integers(0, 9), at=st.floats(0, 1), more=st.integers(1, 40), seed=st.integers(0, 3)
+    )
+    def branch(self, which: int, at: float, more: int, seed: int) -> None:
+        """Cut a known prompt somewhere and go on in another way; at its end, this extends it."""
+        known = self.prompts[which % len(self.prompts)]
+        cut = round(at * len(known))
+        self.prompts.append(joined(known[:cut], prompt(more, 10 + seed))[:LONGEST])
+
+    @rule(which=st.integers(0, 9), at=st.floats(0, 0.99), token=st.integers(0, 511))
+    def edit(self, which: int, at: float, token: int) -> None:
+        edited = self.prompts[which % len(self.prompts)].copy()
+        edited[int(at * len(edited))] = token
+        self.prompts.append(edited)
+
+    @precondition(lambda self: len(self.leases) < 3)
+    @rule(back=st.integers(1, 4))
+    def start(self, back: int) -> None:
+        tokens = self.prompts[-min(back, len(self.prompts))]
+        boundaries = self.boundaries(tokens)
+        expected = self.cache.match(tokens, boundaries=boundaries)
+        lease = self.cache.acquire(tokens, boundaries=boundaries, room=4)
+        self.compare_match(lease.match, expected)
+        type(self).hits += lease.position > 0
+        self.leases.append((lease, boundaries))
+
+    @precondition(lambda self: len(self.leases) < 3)
+    @rule(back=st.integers(1, 3), decode=st.integers(0, 5))
+    def ask(self, back: int, decode: int) -> None:
+        """A whole request, while others are under way."""
+        self.start(back)
+        self.finish(len(self.leases) - 1, decode)
+
+    @precondition(lambda self: self.leases)
+    @rule(which=st.integers(0, 2), chunks=st.integers(1, 3))
+    def step(self, which: int, chunks: int) -> None:
+        lease, _ = self.leases[which % len(self.leases)]
+        advance(self.model, self.cache, lease, cuts=chunks)
+
+    @precondition(lambda self: self.leases)
+    @rule(which=st.integers(0, 2), decode=st.integers(0, 5))
+    def finish(self, which: int, decode: int) -> None:
+        lease, boundaries = self.leases.pop(which % len(self.leases))
+        with lease:
+            advance(self.model, self.cache, lease)
+            tokens = lease.tokens.copy()
+            got = finish(self.model, lease)
+            self.compare(tokens, boundaries, got)
+            answer = prompt(decode, int(tokens.sum()))
+            for token in answer:
+                lease.extend([token])
+                lease.position = len(lease.tokens) - 1
+                finish(self.model, lease)
+            self.cache.commit(lease, len(lease.tokens), origin="decode", checkpoint="answer")
+        self.prompts.append(joined(tokens, answer, prompt(3, decode))[:LONGEST])
+
+    @precondition(lambda self: self.leases)
+    @rule(which=st.integers(0, 2), forget=st.booleans())
+    def cancel(self, which: int, forget: bool) -> None:
+        lease, _ = self.leases.pop(which % len(self.leases))
+        if not forget:
+            lease.release()
+
+    @rule(share=st.floats(0, 1))
+    def evict(self, share: float) -> None:
+        self.cache.memory.budget = int(self.cache.memory.held.total * share)
+        self.cache._evictor.make_room(self.cache._trees.values(), 0, 0, self.cache._clock)
+
+    @rule()
+    def make_the_budget_large(self) -> None:
+        self.cache.resize("64MB")
+
+    @invariant()
+    def the_tree_is_sound_and_no_byte_has_changed(self) -> None:
+        self.cache.verify()
+        for key, (holder, data) in held_bytes(self.cache).items():
+            assert self.stored.setdefault(key, data) == data
+            self.alive.append(holder)  # so that no identity is used again
+
+    def compare_match(self, got: Match, expected: Match) -> None:
+        assert got == expected
+
+    def compare(self, tokens: Prompt, boundaries: list[Boundary], got: Logits) -> None:
+        key = (tokens.tobytes(), tuple(b.position for b in boundaries))
+        if key not in self.expected:
+            ran = cold(self.model, tokens, like=self.cache, boundaries=boundaries)
+            self.expected[key] = ran.logits
+        if self.reuse == "exact":
+            assert np.array_equal(got, self.expected[key])
+        else:
+            assert divergence(self.expected[key], got) <= 1e-5
+
+    def teardown(self) -> None:
+        for lease, _ in self.leases:
+            lease.release()
+        self.leases.clear()
+        self.cache.verify()
+        assert self.cache.stats().leases == 0
+
+
+class ProgramsOnDisk(Programs):
+    """The same with a disk tier, and with restarts."""
+
+    from_disk: ClassVar[int]
+    examples = 6
+
+    def make_cache(self, **options: Any) -> PrefixCache:
+        if not hasattr(self, "folder"):
+            self.folder = tempfile.TemporaryDirectory()
+        return super().make_cache(disk=self.folder.name, disk_size="64MB")
+
+    def compare_match(self, got: Match, expected: Match) -> None:
+        # What is on disk may not fit into memory.
+        assert got.resume <= expected.resume
+        type(self).from_disk += got.tier == "disk"
+
+    @rule()
+    def flush(self) -> None:
+        self.cache.flush()
+
+    @rule(clean=st.booleans())
+    def restart(self, clean: bool) -> None:
+        for lease, _ in self.leases:
+            lease.release()
+        self.leases.clear()
+        disk = self.cache.disk
+        assert disk is not None
+        if clean:
+            self.cache.close()
+        else:
+            disk.writer.clear()  # what was not written yet is lost
+            disk.close()
+        self.cache = self.make_cache()
+
+    def teardown(self) -> None:
+        super().teardown()
+        disk = self.cache.disk
+        assert disk is not None
+        self.cache.flush()
+        assert not disk.writer.paused
+        assert disk.store.verify().clean
+        self.cache.close()
+        self.folder.cleanup()
+
+
+@pytest.mark.parametrize(("name", "reuse"), CASES)
+def test_random_programs_compute_what_a_cold_run_computes(name: str, reuse: str) -> None:
+    machine = type(
+        "Machine", (Programs,), {"name": name, "reuse": reuse, "hits": 0, "expected": {}}
+    )
+    run_programs(machine)
+    assert machine.hits >= 5
+
+
+@pytest.mark.parametrize(("name", "reuse"), CASES)
+def test_random_programs_with_restarts_do_so_too(name: str, reuse: str) -> None:
+    machine = type(
+        "Machine",
+        (ProgramsOnDisk,),
+        {"name": name, "reuse": reuse, "hits": 0, "from_disk": 0, "expected": {}},
+    )
+    run_programs(machine)
+    assert machine.hits >= 3
+    assert machine.from_disk >= 1
+
+
+def run_programs(machine: type[Programs]) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=500 if SOAK else machine.examples,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=not SOAK,
+            # A failure is shown as found: making it smaller takes minutes.
+            phases=[Phase.generate] if not SOAK else list(Phase),
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

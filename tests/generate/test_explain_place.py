@@ -1,0 +1,112 @@
+"""Which message, role and field a token position lies in, on real templates and tokenizers."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+
+from rewarm.errors import InvalidPrompt
+from rewarm.generate.place import Place, place_of
+from rewarm.prompt import ChatRenderer
+from rewarm.prompt.messages import normalised
+from rewarm.prompt.text import common_tokens
+from tests.chats import TOOLS, assistant, call, result, system, template_names, tokenizer_of, user
+
+CHAT = [
+    system("You keep the harbour. Answer briefly, and only what you know for sure."),
+    user("When is the tide high in Ullapool, and why does it matter?"),
+    assistant("Let me look that up for you.", reasoning_content="Tides are in the table."),
+    user("Do that, and do not forget the boats, of which there are three."),
+    call("Ullapool", text="I look at the table of tides now."),
+    result("It is high at ten past two in the afternoon."),
+    assistant("Ten past two. The boats come in before that."),
+    user("Thank you. And tomorrow, when the moon is full?"),
+]
+
+CHANGES: list[tuple[str, Place]] = [
+    ("You keep", Place("content", 0, "system")),
+    ("what you know for sure", Place("content", 0, "system")),
+    ("When is the tide", Place("content", 1, "user")),
+    ("why does it matter", Place("content", 1, "user")),
+    ("Let me look", Place("content", 2, "assistant")),
+    ("three", Place("content", 3, "user")),
+    ("ten past two in", Place("content", 5, "tool")),
+    ("in before that", Place("content", 6, "assistant")),
+    ("the moon is full", Place("content", 7, "user")),
+]
+
+
+def changed(chat: list[dict[str, Any]], words: str) -> list[dict[str, Any]]:
+    """The same chat with other words in place of these."""
+    other = copy.deepcopy(chat)
+    for message in other:
+        message["content"] = message["content"].replace(words, "Xylophones abound")
+    return other
+
+
+def names() -> list[str]:
+    found = template_names()
+    return found if os.environ.get("REWARM_SOAK") else found[::7]
+
+
+@pytest.mark.parametrize("template", names())
+def test_a_change_is_found_in_the_message_it_was_made_in(template: str) -> None:
+    tokenizer = tokenizer_of("qwen3.5", template)
+    renderer = ChatRenderer(tokenizer)
+    try:
+        first = renderer.render(CHAT)
+    except InvalidPrompt:
+        pytest.skip("the template refuses this chat")
+    seen = 0
+    for words, expected in CHANGES:
+        chat = changed(CHAT, words)
+        prompt = renderer.render(chat)
+        at = common_tokens(first.tokens, prompt.tokens)
+        located = {e.index for e in prompt.ends}
+        if located and (expected.message not in located or at == len(first.tokens)):
+            continue  # the template rewrites or leaves out that message
+        found = place_of(tokenizer, prompt, normalised(chat), None, at)
+        # The first word of a text may be one token with the end of its header.
+        text = CHAT[expected.message or 0]["content"]
+        merged = text.startswith(words) and not str(tokenizer.decode([prompt.tokens[at]])).isalpha()
+        assert found == expected or (merged and found.field in ("role", "template")), words
+        seen += 1
+    assert seen >= 4
+
+
+def test_thinking_calls_and_tools_have_fields_of_their_own() -> None:
+    tokenizer = tokenizer_of("qwen3.5")
+    renderer = ChatRenderer(tokenizer)
+    loop = CHAT[:6]
+    loop[4] = {**loop[4], "reasoning_content": "It must be in the table, as always."}
+    first = renderer.render(loop, TOOLS)
+
+    def place(chat: list[dict[str, Any]], tools: list[Any]) -> Place:
+        prompt = renderer.render(chat, tools)
+        at = common_tokens(first.tokens, prompt.tokens)
+        return place_of(tokenizer, prompt, normalised(chat), tools, at)
+
+    thinking = copy.deepcopy(loop)
+    thinking[4]["reasoning_content"] = "It must be on the wall."
+    assert place(thinking, TOOLS) == Place("reasoning_content", 4, "assistant")
+    called = copy.deepcopy(loop)
+    called[4]["tool_calls"][0]["function"]["arguments"] = '{"port": "Oban"}'
+    assert place(called, TOOLS) == Place("tool_calls", 4, "assistant")
+    tools = copy.deepcopy(TOOLS)
+    tools[0]["function"]["description"] = "When the tide is low."
+    assert place(loop, tools) == Place("tools")
+    other_role = copy.deepcopy(loop)
+    other_role.insert(2, user("And quickly!"))
+    found = place(other_role, TOOLS)
+    assert (found.message, found.role, found.field) == (2, "user", "role")
+
+
+def test_where_the_answer_begins_is_no_message() -> None:
+    tokenizer = tokenizer_of("qwen3.5")
+    renderer = ChatRenderer(tokenizer)
+    prompt = renderer.render(CHAT[:2])
+    found = place_of(tokenizer, prompt, normalised(CHAT[:2]), None, len(prompt.tokens) - 1)
+    assert found == Place("generation", role="assistant")

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from rewarm.accel import blas
 
 if TYPE_CHECKING:
-    from rewarm.cache import Boundary, PrefixCache
+    from rewarm.cache import PrefixCache
     from rewarm.errors import RewarmError
     from rewarm.loading import load
     from rewarm.session import Session
+    from rewarm.values import Boundary
 
 # Before anything imports mlx: afterwards it is too late for another BLAS.
 blas.load()

@@ -14,14 +14,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from rewarm import accel
 from rewarm.cache import PrefixCache
-from rewarm.cache.tree import Tokens
 from rewarm.engine.decode.batch import Step
 from rewarm.engine.decode.sampling import checked
-from rewarm.engine.request import Report, Request, Sampling, Silent
+from rewarm.engine.request import Request, Silent
 from rewarm.engine.runner import Runner
 from rewarm.engine.runner import Sequence as Runnable
 from rewarm.errors import InvalidOption, InvalidPrompt
-from rewarm.prompt import Answer, ChatRenderer, Message, Prompt
+from rewarm.prompt.parse.answer import Answer
+from rewarm.prompt.render.renderer import ChatRenderer, Prompt
+from rewarm.values import Cost, Message, Sampling, Tokens
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -269,7 +270,7 @@ class _Run:
         if self.on_prefill is not None:
             self.on_prefill(sequence.position, len(sequence.prompt))
 
-    def _reply(self, tokens: list[int], finish: str, report: Report, chosen: list[float]) -> Reply:
+    def _reply(self, tokens: list[int], finish: str, report: Cost, chosen: list[float]) -> Reply:
         match = report.match
         return Reply(
             text=self.answer.text,

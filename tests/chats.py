@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from rewarm.prompt import Message
+from rewarm.values import Message
 
 from .support import shared
 from .tiny import tiny_tokenizer

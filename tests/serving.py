@@ -10,7 +10,9 @@ from typing import Any
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.identity import evaluate
-from rewarm.engine import Engine, EngineOptions, Finish, Loaded, Report, Request, Sampled
+from rewarm.engine import Engine, Loaded, Request
+from rewarm.options import EngineOptions
+from rewarm.values import Cost, Finish, Sampled
 
 PATIENCE = 120.0
 
@@ -23,7 +25,7 @@ class Collected:
         self.times: list[float] = []
         self.progress: list[tuple[int, int]] = []
         self.reasons: dict[int, Finish] = {}
-        self.report: Report | None = None
+        self.report: Cost | None = None
         self.error: Exception | None = None
         self.calls_after_end = 0
         self._on_token = on_token
@@ -44,7 +46,7 @@ class Collected:
         self.calls_after_end += choice in self.reasons
         self.reasons[choice] = reason
 
-    def done(self, report: Report) -> None:
+    def done(self, report: Cost) -> None:
         self.calls_after_end += self._over.is_set()
         self.report = report
         self._over.set()

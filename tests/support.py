@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rewarm.cache import Lease, Match, PrefixCache
+from rewarm.cache import Lease, PrefixCache
 from rewarm.cache.payload import PackedState, Rows
+from rewarm.values import Match
 
 Logits = npt.NDArray[np.float32]
 Prompt = npt.NDArray[np.int32]

@@ -22,8 +22,9 @@ from browser import browser
 
 from rewarm import PrefixCache, load
 from rewarm.cache.tree import Node, Tree, encode
-from rewarm.engine import Engine, EngineOptions, Loaded
-from rewarm.server import ServerOptions, serve
+from rewarm.engine import Engine, Loaded
+from rewarm.options import EngineOptions, ServerOptions
+from rewarm.server.serve import serve
 
 MARKS = """(() => {
   const look = () => {

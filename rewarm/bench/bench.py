@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rewarm.prompt import ChatRenderer
+from rewarm.prompt.render.renderer import ChatRenderer
 
 from .archs import vocabulary
 from .client import Answered

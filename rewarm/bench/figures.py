@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rewarm.cache.tree import Tokens, Tree, encode
+from rewarm.cache.tree import Tree, encode
+from rewarm.values import Tokens
 
 
 @dataclass(frozen=True)

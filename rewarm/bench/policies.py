@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rewarm.cache.memory import parse_size
 from rewarm.errors import InvalidOption
+from rewarm.options import parse_size
 
 from .bench import Bench
 from .profiles import Profile, profile

@@ -14,10 +14,12 @@ import mlx.core as mx
 import numpy as np
 
 import rewarm
-from rewarm.cache import Boundary, PrefixCache
+from rewarm.cache import PrefixCache
 from rewarm.cache.payload import detached
-from rewarm.engine import Engine, EngineOptions, Finish, Loaded, Report, Request, Sampled
+from rewarm.engine import Engine, Loaded, Request
 from rewarm.errors import InvalidOption
+from rewarm.options import EngineOptions
+from rewarm.values import Boundary, Cost, Finish, Sampled
 
 from .bench import NO_WARM, Bench, in_turns, user
 from .client import Answered, hit, shown
@@ -63,7 +65,7 @@ def usual(bench: Bench, context: int) -> list[int]:
 class Asked(NamedTuple):
     """A request, and until its whole answer was there."""
 
-    report: Report
+    report: Cost
     total_ms: float
 
 
@@ -124,7 +126,7 @@ class Waiting:
     """A sink that waits for the end."""
 
     def __init__(self) -> None:
-        self.report: Report | None = None
+        self.report: Cost | None = None
         self.error: Exception | None = None
         self._over = threading.Event()
 
@@ -133,7 +135,7 @@ class Waiting:
         return False
 
     def ended(self, choice: int, reason: Finish) -> None: ...
-    def done(self, report: Report) -> None:
+    def done(self, report: Cost) -> None:
         self.report = report
         self._over.set()
 
@@ -141,7 +143,7 @@ class Waiting:
         self.error = error
         self._over.set()
 
-    def wait(self) -> Report:
+    def wait(self) -> Cost:
         while not self._over.wait(0.2):  # in steps, so that Ctrl-C is heard
             pass
         if self.report is None:

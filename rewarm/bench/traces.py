@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rewarm.cache.placement import Boundary
-from rewarm.cache.tree import Tokens
 from rewarm.errors import InvalidOption
+from rewarm.values import Boundary, Tokens
 
 MOONCAKE_BLOCK = 512
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rewarm.errors import ModelMismatch
+from rewarm.values import Namespace
 
 from .identity import Description, Watch, execution, keeps_memos, run_once
 from .model import MakeCaches
-from .namespace import Namespace, form_of
+from .namespace import form_of
 
 _unknown = itertools.count(1)
 

@@ -6,14 +6,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from rewarm.values import Kind, Origin
+
 from .cuts import APART
 from .layout import Layout
 from .lease import Lease
 from .memory import MemoryTier
 from .pins import Pin
-from .placement import WEIGHTS, Kind
+from .placement import WEIGHTS
 from .retention import Evictor
-from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Origin, Tree, agreement
+from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Tree, agreement
 
 SPARE_BUFFERS = 4
 """Reserved where the number is known only afterwards: a state takes one for each dtype."""

@@ -8,11 +8,12 @@ from itertools import pairwise
 from typing import Literal
 
 from rewarm.errors import InvalidOption
+from rewarm.options import LEAST_CHUNK
+from rewarm.values import Boundary, Cut, Kind
 
-from .lease import Cut
-from .placement import WEIGHTS, Boundary, Kind, Placement, Shape
+from .placement import WEIGHTS, Placement, Shape
 
-APART = 16
+APART = LEAST_CHUNK
 """In `exact`, a durable boundary is a cut only this many tokens after the last one."""
 
 

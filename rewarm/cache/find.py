@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rewarm.values import Match, Namespace, Reason
+
 from .layout import Layout
-from .lease import Match, Reason
-from .namespace import Namespace
 from .tree import WIDTH, Node, Tree, Walk
 
 

@@ -11,8 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rewarm.values import Tokens
+
 from .retention import Item
-from .tree import Node, Tokens
+from .tree import Node
 
 CAPACITY = 1 << 15
 """Marks that are kept; each takes 17 bytes."""

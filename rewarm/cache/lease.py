@@ -4,58 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from rewarm.values import Cut, Kind, Match, Tokens
+
 from .pins import Pin
-from .placement import Kind
-from .tree import Tokens, Tree, encode
+from .tree import Tree, encode
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     import mlx.core as mx
 
+    from rewarm.values import Miss
+
     from .prefix import PrefixCache
-    from .views.miss import Miss
-
-Reason = Literal[
-    "cold",
-    "diverged",
-    "no_checkpoint",
-    "evicted",
-    "salt",
-    "other_model",
-    "exact_mode",
-    "disabled",
-    "failed",
-]
-
-
-@dataclass(frozen=True)
-class Match:
-    """How far a prompt agrees with the tree, and from where the model can go on."""
-
-    tokens: int
-    shared: int = 0
-    resume: int = 0
-    reason: Reason | None = None
-    """Why it was not more; None where all that the tree knows of the prompt is reused."""
-    tier: Literal["memory", "disk"] | None = None
-
-    @property
-    def replay(self) -> int:
-        """Tokens that the tree knows and that are computed again."""
-        return self.shared - self.resume
-
-
-class Cut(NamedTuple):
-    """The end of a prefill chunk, and the checkpoint to take there."""
-
-    stop: int
-    checkpoint: Kind | None
 
 
 class Lease:

@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
-from rewarm.errors import InvalidOption
+from rewarm.options import SMALLEST
 
 from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Payload
 
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-SMALLEST = 10**6
 AUTO_SHARE = 0.4
 """Of the memory that is free once the model is loaded; the rest is for running requests."""
-
-
-def parse_size(size: int | str, option: str = "memory") -> int:
-    """Bytes from a number, or from a text such as "512MB", "1.5 GB" or "2GiB"."""
-    hint = f'give {option} as a size from 1MB up, such as "2GB" or a number of bytes'
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise InvalidOption(f"{option}={size!r} is not a size: {hint}")
-    if isinstance(size, int):
-        n = size
-    else:
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
-        if not found:
-            raise InvalidOption(f"{option}={size!r} is not a size: {hint}")
-        number, unit, binary = found.groups()
-        scale = UNITS[unit.upper()]
-        if binary:
-            scale = 1024 ** list(UNITS).index(unit.upper())
-        n = int(float(number) * scale)
-    if n < SMALLEST:
-        raise InvalidOption(f"{option}={size!r} is too small to hold a prompt: {hint}")
-    return n
 
 
 def device_bytes() -> int:

@@ -11,9 +11,9 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from rewarm.errors import InvalidOption, InvalidPrompt, UnsupportedModel
-
-from .tree import Tokens
+from rewarm.errors import InvalidPrompt, UnsupportedModel
+from rewarm.options import check_kv
+from rewarm.values import Tokens
 
 MakeCaches = Callable[[], list[Any]]
 
@@ -56,13 +56,6 @@ def checked_tokens(tokens: Sequence[int] | npt.NDArray[Any], vocabulary: int) ->
             f"token {low if low < 0 else high} is outside the vocabulary (0 to {vocabulary - 1})"
         )
     return given.astype(np.int32)
-
-
-def check_kv(kv_bits: int | None, kv_group_size: int) -> None:
-    if kv_bits is not None and kv_bits not in (2, 3, 4, 5, 6, 8):
-        raise InvalidOption(f"kv_bits={kv_bits!r}: MLX quantises to 2, 3, 4, 5, 6 or 8 bits")
-    if kv_bits is not None and kv_group_size not in (32, 64, 128):
-        raise InvalidOption(f"kv_group_size={kv_group_size!r}: MLX has groups of 32, 64 or 128")
 
 
 def cache_maker(

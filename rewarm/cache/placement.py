@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-Kind = Literal["system", "mark", "user", "turn", "junction", "end", "answer", "sparse"]
+from rewarm.values import Boundary, Kind
 
 WEIGHTS: dict[str, float] = {
     "system": 8.0,
@@ -23,19 +23,6 @@ WEIGHTS: dict[str, float] = {
 }
 """How likely a checkpoint of each kind is asked for again, against the end of a prompt. A sparse
 one is where a chat goes on whose end had to go."""
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """A position where a message of the chat ends.
-
-    `kind` says what the position is to placement: the end of the system prompt, of a user message,
-    or of the turn before the last user message. None where only the grid of `exact` uses it.
-    """
-
-    position: int
-    kind: Kind | None = None
-    durable: bool = True
 
 
 class Point(NamedTuple):

@@ -19,27 +19,28 @@ import numpy.typing as npt
 
 from rewarm.accel import heap
 from rewarm.errors import CacheClosed, InvalidOption, ModelMismatch
+from rewarm.options import CacheOptions, parse_size
+from rewarm.values import Boundary, Kind, Match, Miss, Namespace, Origin, Tokens
 
 from .binding import Binding
 from .commit import Committer
-from .cuts import APART, Divider
+from .cuts import Divider
 from .find import Query, find
 from .gone import Gone
 from .identity import Description
 from .layout import Layout
-from .lease import Lease, Match
-from .memory import Held, MemoryTier, auto_size, most_buffers, parse_size
-from .model import MakeCaches, cache_maker, check_kv, checked_tokens, vocabulary_size
-from .namespace import Namespace
+from .lease import Lease
+from .memory import Held, MemoryTier, auto_size, most_buffers
+from .model import MakeCaches, cache_maker, checked_tokens, vocabulary_size
 from .pins import Pin, Pins
-from .placement import Boundary, ChatPlacement, Kind, Placement, Shape
+from .placement import ChatPlacement, Placement, Shape
 from .restore import Restorer
 from .retention import Evictor, Item, Retention, WorkPerByte
 from .tiers.below import Below, Promoter
 from .tiers.disk.opening import open_tier
 from .tiers.disk.tier import DiskTier
-from .tree import ChunkTree, Node, Origin, Tokens, Tree, encode
-from .views.miss import Explainer, Miss, Missed
+from .tree import ChunkTree, Node, Tree, encode
+from .views.miss import Explainer, Missed
 from .views.stats import Stats
 from .views.survey import Survey, Surveyor
 from .views.verify import verify
@@ -59,13 +60,13 @@ class PrefixCache:
         self,
         model: Any,
         *,
-        memory: int | str = "auto",
-        disk: str | None = None,
-        disk_size: int | str = "20GB",
-        reuse: Literal["fast", "exact"] = "fast",
-        chunk: int | None = None,
-        kv_bits: int | None = None,
-        kv_group_size: int = 64,
+        memory: int | str = CacheOptions.memory,
+        disk: str | None = CacheOptions.disk,
+        disk_size: int | str = CacheOptions.disk_size,
+        reuse: Literal["fast", "exact"] = CacheOptions.reuse,
+        chunk: int | None = CacheOptions.chunk,
+        kv_bits: int | None = CacheOptions.kv_bits,
+        kv_group_size: int = CacheOptions.kv_group_size,
         max_kv_size: int | None = None,
         make_cache: MakeCaches | None = None,
         retention: Retention | None = None,
@@ -76,7 +77,7 @@ class PrefixCache:
         attach: bool = True,
     ) -> None:
         """`attach=False` leaves the disk alone until `attach` is called: see there."""
-        self.check_options(memory, disk, disk_size, reuse, chunk, kv_bits, kv_group_size)
+        CacheOptions(memory, disk, disk_size, reuse, chunk, kv_bits, kv_group_size)
         budget = parse_size(memory) if memory != "auto" else auto_size()
         self.model = model
         self.reuse = reuse
@@ -129,26 +130,6 @@ class PrefixCache:
         weakref.finalize(self, _take_apart, self._trees).atexit = False
         if attach:
             self.attach()
-
-    @staticmethod
-    def check_options(
-        memory: int | str = "auto",
-        disk: str | None = None,
-        disk_size: int | str = "20GB",
-        reuse: str = "fast",
-        chunk: int | None = None,
-        kv_bits: int | None = None,
-        kv_group_size: int = 64,
-    ) -> None:
-        """Raise for values that mean nothing, before a model is loaded for them."""
-        if reuse not in ("fast", "exact"):
-            raise InvalidOption(f'reuse={reuse!r} is unknown: give "fast" or "exact"')
-        if chunk is not None and chunk < APART:
-            raise InvalidOption(f"chunk={chunk!r} is too short: give {APART} or more tokens")
-        check_kv(kv_bits, kv_group_size)
-        parse_size(disk_size, "disk_size")
-        if memory != "auto":
-            parse_size(memory)
 
     def attach(self, *, owned: bool = False) -> None:
         """Take the model's identity, and open what lies below memory under it.

@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 
 from rewarm.accel.launch import is_cuda
+from rewarm.values import Match
 
 from .find import Found, Query, find
 from .layout import Layout
-from .lease import Match
 from .memory import MemoryTier
 from .model import MakeCaches
 from .payload import PackedState, Rows

@@ -14,13 +14,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Tokens = npt.NDArray[np.int32]
-Origin = Literal["prefill", "decode"]
+from rewarm.values import Origin, Tokens
 
 WIDTH = 4
 """Bytes of a token in a key."""

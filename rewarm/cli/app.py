@@ -18,13 +18,14 @@ from rich.logging import RichHandler
 import rewarm
 from rewarm.accel import blas
 from rewarm.errors import InvalidOption, NotReady, RewarmError
+from rewarm.options import AUTO, DISK_SIZE, CacheOptions, EngineOptions, ServerOptions
 
 from .bench import bench_app
 from .cache import cache_app
 from .live import explain, top
 
 if TYPE_CHECKING:
-    from rewarm.engine import Engine, EngineOptions
+    from rewarm.engine import Engine
 
 app = typer.Typer(
     add_completion=False,
@@ -139,14 +140,19 @@ WarmAhead = Annotated[
     bool,
     typer.Option(help="Prepare the next turn while nothing else is to do.", rich_help_panel=CACHE),
 ]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")]
+MaxBatch = Annotated[int, typer.Option(min=1, help="Answers generated at once.")]
+MaxQueue = Annotated[int, typer.Option(min=1, help="Requests that may wait.")]
 Context = Annotated[int | None, typer.Option(help="Lower the model's context to so many tokens.")]
 
 
 @app.command()
 def serve(
     model: Model = "pocket",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = ServerOptions.host,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="0 picks a free one.")
+    ] = ServerOptions.port,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -156,15 +162,19 @@ def serve(
     allow_public: Annotated[
         bool, typer.Option("--allow-public", help="Listen on a public host without a key.")
     ] = False,
-    context: Context = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Answers generated at once.")] = 32,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 256,
-    memory: Memory = "auto",
-    disk: Disk = None,
-    disk_size: DiskSize = "20GB",
-    reuse: Reuse = "fast",
-    chunk: Chunk = None,
-    warm_ahead: WarmAhead = True,
+    context: Context = EngineOptions.context,
+    max_batch: Annotated[
+        int, typer.Option(min=1, help="Answers generated at once.")
+    ] = EngineOptions.max_batch,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait.")
+    ] = EngineOptions.max_queue,
+    memory: Memory = AUTO,
+    disk: Disk = CacheOptions.disk,
+    disk_size: DiskSize = DISK_SIZE,
+    reuse: Reuse = CacheOptions.reuse,
+    chunk: Chunk = CacheOptions.chunk,
+    warm_ahead: WarmAhead = ServerOptions.warm_ahead,
     keep_billing_header: Annotated[
         bool,
         typer.Option(
@@ -174,14 +184,13 @@ def serve(
         ),
     ] = False,
     adapter_path: AdapterPath = None,
-    kv_bits: KvBits = None,
-    kv_group_size: KvGroupSize = 64,
+    kv_bits: KvBits = CacheOptions.kv_bits,
+    kv_group_size: KvGroupSize = CacheOptions.kv_group_size,
     chat_template_args: TemplateArgs = "{}",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Serve a model through the OpenAI and Anthropic APIs."""
-    from rewarm.engine import EngineOptions
-    from rewarm.server import ServerOptions, serve
+    from rewarm.server.serve import serve
 
     logging.getLogger("rewarm").setLevel(logging.INFO)
     options = ServerOptions(
@@ -243,22 +252,22 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0, help="0 is always the likeliest.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     seed: Annotated[int | None, typer.Option(help="For answers that can be repeated.")] = None,
-    context: Context = None,
-    memory: Memory = "auto",
-    disk: Disk = None,
-    disk_size: DiskSize = "20GB",
-    reuse: Reuse = "fast",
-    chunk: Chunk = None,
-    warm_ahead: WarmAhead = True,
+    context: Context = EngineOptions.context,
+    memory: Memory = AUTO,
+    disk: Disk = CacheOptions.disk,
+    disk_size: DiskSize = DISK_SIZE,
+    reuse: Reuse = CacheOptions.reuse,
+    chunk: Chunk = CacheOptions.chunk,
+    warm_ahead: WarmAhead = ServerOptions.warm_ahead,
     adapter_path: AdapterPath = None,
-    kv_bits: KvBits = None,
-    kv_group_size: KvGroupSize = 64,
+    kv_bits: KvBits = CacheOptions.kv_bits,
+    kv_group_size: KvGroupSize = CacheOptions.kv_group_size,
     chat_template_args: TemplateArgs = "{}",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Chat with a model in the terminal, and see what each turn reused."""
     from rewarm import pocket
-    from rewarm.engine import EngineOptions, Sampling
+    from rewarm.values import Sampling
 
     from .chat import Chat, ChatOptions
 
@@ -310,7 +319,7 @@ def _engine(
     from rewarm import PrefixCache, load
     from rewarm.engine import Engine, Loaded
 
-    PrefixCache.check_options(**cache_options)
+    CacheOptions(**cache_options)
 
     def loaded() -> Loaded:
         found = load(model, adapter_path=adapter_path, trust_remote_code=trust_remote_code)

@@ -15,9 +15,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from rewarm.engine import Engine, Finish, Report, Request, Sampled, Sampling
+from rewarm.engine import Engine, Request
 from rewarm.errors import InvalidPrompt, NotReady, RewarmError
-from rewarm.prompt import Answer, ChatRenderer, Message, Piece, Prompt
+from rewarm.prompt.parse.answer import Answer, Piece
+from rewarm.prompt.render.renderer import ChatRenderer, Prompt
+from rewarm.values import Cost, Finish, Message, Sampled, Sampling
 
 HELP = """\
 /reset          forget the conversation
@@ -50,7 +52,7 @@ class _Progress:
 
 @dataclass(frozen=True)
 class _End:
-    report: Report | None
+    report: Cost | None
     error: Exception | None = None
 
 
@@ -74,7 +76,7 @@ class _Sink:
     def ended(self, choice: int, reason: Finish) -> None:
         self.events.put(self.answer.finish())
 
-    def done(self, report: Report) -> None:
+    def done(self, report: Cost) -> None:
         self.events.put(_End(report))
 
     def failed(self, error: Exception) -> None:
@@ -230,7 +232,7 @@ class Chat:
                 text, style=style, end="", markup=False, highlight=False, soft_wrap=True
             )
 
-    def _summary(self, report: Report, tokens: int) -> None:
+    def _summary(self, report: Cost, tokens: int) -> None:
         match = report.match
         new = report.prefilled - match.replay
         again = f", {match.replay:,} again" if match.replay else ""

@@ -9,8 +9,8 @@ from rewarm import pocket
 from rewarm.cache import PrefixCache
 from rewarm.errors import InvalidOption
 from rewarm.loading import load
-from rewarm.prompt import Message
 from rewarm.session import Reply, Session
+from rewarm.values import Message
 
 QUESTIONS = (
     "Who is the harbour master?",

@@ -1,18 +1,12 @@
 """The one thread that runs the model: requests in, tokens out."""
 
-from .engine import Engine, EngineOptions, EngineStats, Loaded
-from .request import Alternative, Finish, Report, Request, Sampled, Sampling, Sink
+from .engine import Engine, EngineStats, Loaded
+from .request import Request, Sink
 
 __all__ = [
-    "Alternative",
     "Engine",
-    "EngineOptions",
     "EngineStats",
-    "Finish",
     "Loaded",
-    "Report",
     "Request",
-    "Sampled",
-    "Sampling",
     "Sink",
 ]

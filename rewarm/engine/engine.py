@@ -24,9 +24,9 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.identity import evaluate
 from rewarm.cache.memory import auto_size
 from rewarm.cache.model import checked_tokens, context_size, vocabulary_size
-from rewarm.cache.placement import Boundary
-from rewarm.cache.tree import Tokens
 from rewarm.errors import ContextExceeded, InvalidOption, NotReady, QueueFull, RewarmError
+from rewarm.options import EngineOptions
+from rewarm.values import Boundary, Tokens
 
 from .decode.batch import decodes_in_batches, running_bytes
 from .decode.sampling import checked
@@ -54,22 +54,6 @@ class Loaded(NamedTuple):
     model: Any
     tokenizer: Any
     cache: PrefixCache
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    max_batch: int = 32
-    max_queue: int = 256
-    context: int | None = None
-    """Lowers the model's own limit."""
-    room: int | None = None
-    """Bytes that running requests may take together; a share of what is free where not given."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_batch", "max_queue", "context", "room"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidOption(f"{name}={value!r}: give 1 or more")
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import mlx.core as mx
 
 from rewarm.cache.tree import encode
 from rewarm.errors import EngineFault
+from rewarm.values import Cost, Finish, Sampled
 
-from .request import Finish, Report, Request, Sampled
+from .request import Request
 from .runner import Runner, Sequence, alternatives
 from .scheduler import Job, Scheduler
 
@@ -27,7 +28,7 @@ class _Open:
     """A request that is not answered yet."""
 
     remaining: int
-    report: Report | None = None
+    report: Cost | None = None
     """Of the first choice: the others resume where it got to."""
 
 
@@ -217,7 +218,7 @@ class Loop:
             self.scheduler.remove(sequence.id)
             self._end(sequence, report)
 
-    def _end(self, sequence: Sequence, report: Report) -> None:
+    def _end(self, sequence: Sequence, report: Cost) -> None:
         request, reason = sequence.request, sequence.ended
         if request is None or request not in self._open:
             return

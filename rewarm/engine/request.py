@@ -2,69 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Protocol
 
-from rewarm.cache.lease import Match
-from rewarm.cache.placement import Boundary, Kind
-from rewarm.cache.tree import Tokens
-from rewarm.cache.views.miss import Miss
-
-Finish = Literal["stop", "length", "cancelled"]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen. The defaults are greedy; see `checked` for what is allowed."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    """Over the last tokens of prompt and answer; 1 is none."""
-    presence_penalty: float = 0.0
-    """Over the answer so far, as OpenAI defines it; likewise frequency."""
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-
-
-class Alternative(NamedTuple):
-    token: int
-    logprob: float
-
-
-class Sampled(NamedTuple):
-    """A token of an answer."""
-
-    token: int
-    logprob: float | None = None
-    """Where the request asked for logprobs."""
-    top: tuple[Alternative, ...] = ()
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a request's prompt cost, known when its first token is."""
-
-    match: Match
-    resumed_at: Kind | None
-    """The kind of checkpoint that it resumed from."""
-    prefilled: int
-    """Prompt tokens computed; `match.resume + prefilled == match.tokens`."""
-    queued_ms: float
-    match_ms: float
-    restore_ms: float
-    prefill_ms: float
-    """From the end of the restore to the first token, with what the engine did in between."""
-    ttft_ms: float
-    """From `submit` to the first token."""
-    restored_bytes: int = 0
-    """What the tree holds of the prefix that was restored."""
-    miss: Miss | None = None
-    """Why not more of it was reused."""
+from rewarm.values import (
+    Boundary,
+    Cost,
+    Finish,
+    Sampled,
+    Sampling,
+    Tokens,
+)
 
 
 class Sink(Protocol):
@@ -79,7 +28,7 @@ class Sink(Protocol):
     def ended(self, choice: int, reason: Finish) -> None:
         """No more tokens for this choice."""
 
-    def done(self, report: Report) -> None:
+    def done(self, report: Cost) -> None:
         """Every choice has ended, by itself or by cancel. The last call, unless `failed` is."""
 
     def failed(self, error: Exception) -> None:
@@ -94,7 +43,7 @@ class Silent:
         return False
 
     def ended(self, choice: int, reason: Finish) -> None: ...
-    def done(self, report: Report) -> None: ...
+    def done(self, report: Cost) -> None: ...
     def failed(self, error: Exception) -> None: ...
 
 
@@ -105,7 +54,7 @@ class Request:
     tokens: Tokens
     sink: Sink
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     n: int = 1
     """Answers to the same prompt, which is computed once."""
     boundaries: Sequence[Boundary] = ()

@@ -14,15 +14,23 @@ import numpy as np
 
 from rewarm.accel.launch import is_cuda
 from rewarm.cache import Lease, PrefixCache
-from rewarm.cache.lease import Cut, Match
 from rewarm.cache.memory import device_bytes
-from rewarm.cache.placement import Boundary, Kind
-from rewarm.cache.tree import Tokens
-from rewarm.cache.views.miss import Miss
+from rewarm.values import (
+    Alternative,
+    Boundary,
+    Cost,
+    Cut,
+    Finish,
+    Kind,
+    Match,
+    Miss,
+    Sampled,
+    Tokens,
+)
 
 from .decode.batch import MOST_PADDING, Batch, Costs, Start, Step, wastes_little
 from .decode.sampling import make_processors, make_sampler
-from .request import Alternative, Finish, Report, Request, Sampled
+from .request import Request
 
 log = logging.getLogger("rewarm.engine")
 
@@ -91,13 +99,13 @@ class Sequence:
             self.first_token = time.perf_counter()
         self.generated.append(token)
 
-    def report(self) -> Report:
+    def report(self) -> Cost:
         now = time.perf_counter()
         started = self.started or now
         match = self.match or Match(len(self.prompt))
         computed = match.tokens if self.admitted else max(self.position, match.resume)
         ran_ms = ((self.first_token or now) - started) * 1e3
-        return Report(
+        return Cost(
             match=match,
             resumed_at=self.resumed_at,
             prefilled=computed - match.resume,

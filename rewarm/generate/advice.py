@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rewarm.prompt.messages import REASONING, Message, is_system
+from rewarm.prompt.messages import REASONING, is_system
+from rewarm.values import Message
 
 Pattern = Literal[
     "timestamp",

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from rewarm.engine.request import Finish, Report, Sampled
-from rewarm.prompt import Answer
+from rewarm.prompt.parse.answer import Answer
+from rewarm.values import Cost, Finish, Sampled
 
 log = logging.getLogger("rewarm")
 
@@ -67,7 +67,7 @@ class Ended:
 @dataclass(frozen=True)
 class Done:
     run: int
-    report: Report
+    report: Cost
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Collector:
             log.exception("an answer could not be read to its end")
             self.error = error
 
-    def done(self, report: Report) -> None:
+    def done(self, report: Cost) -> None:
         if self.error is not None:
             self._put(Failed(self.run, self.error))
         else:

@@ -16,8 +16,9 @@ import numpy as np
 
 from rewarm.cache.tree import WIDTH, encode
 from rewarm.errors import RewarmError
-from rewarm.prompt import ChatRenderer, Message
+from rewarm.prompt.render.renderer import ChatRenderer
 from rewarm.prompt.text import common_text
+from rewarm.values import Message
 
 log = logging.getLogger("rewarm")
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from rewarm.prompt.messages import REASONING, Message, is_system
+from rewarm.prompt.messages import REASONING, is_system
 from rewarm.prompt.render.renderer import Prompt
+from rewarm.values import Message
 
 Field = Literal[
     "content", "reasoning_content", "tool_calls", "tools", "role", "template", "generation"

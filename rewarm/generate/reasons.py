@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rewarm.cache.tree import Tokens
-from rewarm.cache.views.miss import Miss
-from rewarm.prompt import Prompt
-from rewarm.prompt.messages import Message
+from rewarm.prompt.render.renderer import Prompt
+from rewarm.values import Message, Miss, Tokens
 
 from .place import Place, place_of
 

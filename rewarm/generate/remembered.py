@@ -7,9 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rewarm.cache.tree import Tokens
-from rewarm.prompt.messages import Message
 from rewarm.prompt.text import common_tokens
+from rewarm.values import Message, Tokens
 
 from .advice import Told
 

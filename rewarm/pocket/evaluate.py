@@ -22,9 +22,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rewarm import PrefixCache, load
-from rewarm.engine import Engine, EngineOptions, Finish, Loaded, Report, Request, Sampled
+from rewarm.engine import Engine, Loaded, Request
 from rewarm.errors import InvalidOption, NotReady, RewarmError
-from rewarm.prompt import Answer, ChatRenderer, Message
+from rewarm.options import EngineOptions
+from rewarm.prompt.parse.answer import Answer
+from rewarm.prompt.render.renderer import ChatRenderer
+from rewarm.values import Cost, Finish, Message, Sampled
 
 from .conversations import conversation
 from .draw import Draw
@@ -126,7 +129,7 @@ class _Sink:
     def ended(self, choice: int, reason: Finish) -> None:
         self.answer.finish()
 
-    def done(self, report: Report) -> None:
+    def done(self, report: Cost) -> None:
         self.examiner.answered(self.question, self.answer)
 
     def failed(self, error: Exception) -> None:

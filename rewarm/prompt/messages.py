@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rewarm.errors import InvalidPrompt
-
-Message = dict[str, Any]
-"""A chat message in OpenAI's shape."""
+from rewarm.values import Message
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names that clients and templates have for an answer's thinking; the first set one counts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rewarm.cache.tree import Tokens
+from rewarm.values import Tokens
 
 BLOCK = 4096
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 import rewarm
 from rewarm.engine.engine import Engine
 from rewarm.errors import RewarmError
+from rewarm.options import ServerOptions
 
 from .admin.explain import explain_router
 from .admin.live import live_router
@@ -25,7 +26,6 @@ from .exchange import CLIENT_GONE
 from .gate import Gate
 from .openai.routes import openai_router
 from .openapi import describe
-from .options import ServerOptions
 from .respond import exchange_of
 from .service import Service
 

@@ -7,14 +7,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from rewarm.engine.request import Sampling
-from rewarm.prompt.render.template import OURS
+from rewarm.options import RESERVED_FOR_RENDERING
+from rewarm.values import Sampling
 
 from .errors import bad_request
 
-RESERVED_FOR_RENDERING = OURS | {
-    *("conversations", "continue_final", "documents", "every_turn", "marks", "self")
-}
 PLAIN = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed"),

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rewarm.options import ServerOptions
+
 from .admin.page import FILES
 from .errors import ApiError, as_api_error, error_response
 from .exchange import Exchange
-from .options import ServerOptions
 
 log = logging.getLogger("rewarm")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rewarm.prompt import Message
+from rewarm.values import Message
 
 
 def assistant_message(

@@ -14,9 +14,9 @@ import uvicorn
 
 from rewarm.engine.engine import Engine
 from rewarm.errors import InvalidOption, NotReady
+from rewarm.options import ServerOptions
 
 from .app import create_app
-from .options import ServerOptions
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AFTER_GRACE = 5.0

@@ -13,23 +13,24 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rewarm.cache.views.miss import Miss
 from rewarm.engine.engine import Engine
-from rewarm.engine.request import Request, Sampling
+from rewarm.engine.request import Request
 from rewarm.generate.advice import Told
 from rewarm.generate.collect import Choice, Collector, Done, Event
 from rewarm.generate.labels import Labels
 from rewarm.generate.reasons import described
 from rewarm.generate.remembered import Asked, Remembered
-from rewarm.prompt import Answer, ChatRenderer, Message, Prompt
+from rewarm.options import ServerOptions
 from rewarm.prompt.messages import normalised
+from rewarm.prompt.parse.answer import Answer
+from rewarm.prompt.render.renderer import ChatRenderer, Prompt
+from rewarm.values import Message, Miss, Sampling
 
 from .admin.activity import Activity
 from .admin.metrics import Metrics
 from .admin.tree_view import TreeView
 from .errors import bad_request
 from .exchange import Exchange
-from .options import ServerOptions
 from .texts import TokenTexts
 from .work import Run, Work
 

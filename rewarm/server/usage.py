@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rewarm.engine.request import Report
 from rewarm.generate.collect import Choice
+from rewarm.values import Cost
 
 from .work import Run
 
@@ -45,7 +45,7 @@ def miss_object(runs: Sequence[Run]) -> dict[str, Any] | None:
     return next((run.miss for run in runs if run.report is not None), None)
 
 
-def replayed(report: Report) -> int:
+def replayed(report: Cost) -> int:
     """A prefill that was cancelled may not have got through what it had to replay."""
     return min(report.match.replay, report.prefilled)
 

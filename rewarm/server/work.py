@@ -9,9 +9,10 @@ from typing import Any
 
 from starlette.types import Receive
 
-from rewarm.engine.request import Report, Request
+from rewarm.engine.request import Request
 from rewarm.generate.collect import Choice, Collector, Done, Event, Failed
-from rewarm.prompt import Prompt
+from rewarm.prompt.render.renderer import Prompt
+from rewarm.values import Cost
 
 
 @dataclass(eq=False)
@@ -21,7 +22,7 @@ class Run:
     request: Request
     prompt: Prompt
     collector: Collector
-    report: Report | None = None
+    report: Cost | None = None
     error: Exception | None = None
     miss: dict[str, Any] | None = None
     """Why not more of the prompt was reused, in words and figures."""

@@ -27,10 +27,10 @@ from rewarm.bench.sized import sized_cache
 from rewarm.bench.svg import draw
 from rewarm.bench.traces import Trace, TraceRequest, read
 from rewarm.cache import LRU, WorkPerByte
-from rewarm.cache.placement import Boundary
 from rewarm.cache.retention import Evictor
 from rewarm.cli.app import app
 from rewarm.errors import InvalidOption
+from rewarm.values import Boundary
 from tests.support import prompt, shared
 
 TOOLS = Path(__file__).parents[2] / "tools"

@@ -22,8 +22,9 @@ import httpx
 import numpy as np
 import pytest
 
-from rewarm.cache import Boundary, PrefixCache
+from rewarm.cache import PrefixCache
 from rewarm.cache.tiers.disk import files, writer
+from rewarm.values import Boundary
 from tests import zoo
 from tests.conftest import SOAK
 from tests.generate.test_explain_cache import evict

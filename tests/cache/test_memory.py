@@ -8,9 +8,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from rewarm.cache import LRU, Boundary, PrefixCache, WorkPerByte
-from rewarm.cache.memory import auto_size, parse_size
+from rewarm.cache import LRU, PrefixCache, WorkPerByte
+from rewarm.cache.memory import auto_size
 from rewarm.errors import InvalidOption
+from rewarm.options import parse_size
+from rewarm.values import Boundary
 from tests import zoo
 from tests.support import CHUNK, cold, divergence, joined, prompt, run
 

@@ -10,10 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from rewarm.cache import Boundary, PrefixCache
+from rewarm.cache import PrefixCache
 from rewarm.cache.payload import Rows
 from rewarm.cache.placement import ChatPlacement, Point, Shape
 from rewarm.errors import BrokenInvariant, InvalidOption
+from rewarm.values import Boundary
 from tests import zoo
 from tests.support import (
     CHUNK,

@@ -23,7 +23,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rewarm.cache import Boundary, Lease, Match, PrefixCache
+from rewarm.cache import Lease, PrefixCache
+from rewarm.values import Boundary, Match
 from tests import zoo
 from tests.conftest import SOAK
 from tests.support import (

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewarm.cache.namespace import Namespace
 from rewarm.cache.tree import WIDTH, Checkpoint, ChunkTree, Tree
 from rewarm.cache.views import survey as module
 from rewarm.cache.views.survey import COLUMNS, SUMMED, Survey, Surveyor
+from rewarm.values import Namespace
 from tests.cache.test_tree import Span, insert, key
 
 OURS = Namespace("model")

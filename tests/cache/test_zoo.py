@@ -16,7 +16,8 @@ import pytest
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache, make_prompt_cache
 
 from rewarm.accel import blas
-from rewarm.cache import Boundary, PrefixCache
+from rewarm.cache import PrefixCache
+from rewarm.values import Boundary
 from tests import zoo
 from tests.support import CHUNK, Prompt, Ran, cold, divergence, joined, prompt, run
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchKVCache
 
-from rewarm.cache import Boundary, PrefixCache, restore
+from rewarm.cache import PrefixCache, restore
 from rewarm.cache.model import context_size
-from rewarm.engine import Engine, Loaded, Request, Sampled, Sampling, rehearsal, runner
+from rewarm.engine import Engine, Loaded, Request, rehearsal, runner
 from rewarm.engine import engine as engine_module
 from rewarm.engine.decode.batch import CHECK_STEPS, Batch, decodes_in_batches
 from rewarm.engine.decode.sampling import make_processors, make_sampler
@@ -28,6 +28,7 @@ from rewarm.errors import (
     NotReady,
     QueueFull,
 )
+from rewarm.values import Boundary, Sampled, Sampling
 from tests import zoo
 from tests.conftest import SOAK
 from tests.serving import Collected, answer, ask, engine, settled

@@ -10,8 +10,9 @@ import pytest
 
 from rewarm.cache import PrefixCache, prefix
 from rewarm.cache.gone import GRAIN, Gone
-from rewarm.cache.views.miss import GLIMPSE, Miss
+from rewarm.cache.views.miss import GLIMPSE
 from rewarm.cache.worth import What
+from rewarm.values import Miss
 from tests import zoo
 from tests.support import CHUNK, Prompt, joined, prompt, run
 

@@ -10,8 +10,8 @@ import pytest
 
 from rewarm.errors import InvalidPrompt
 from rewarm.generate.place import Place, place_of
-from rewarm.prompt import ChatRenderer
 from rewarm.prompt.messages import normalised
+from rewarm.prompt.render.renderer import ChatRenderer
 from rewarm.prompt.text import common_tokens
 from tests.chats import TOOLS, assistant, call, result, system, template_names, tokenizer_of, user
 

@@ -23,7 +23,8 @@ import rewarm
 from rewarm.cache.payload import PackedState, Rows
 from rewarm.pocket.evaluate import LONGEST_ANSWER, Question, questions
 from rewarm.pocket.skills import Step, Turn
-from rewarm.prompt import Answer, Message
+from rewarm.prompt.parse.answer import Answer
+from rewarm.values import Message
 from tests.support_server import Running, running
 
 ASKED = {"lookup": 50, "memory": 30, "arithmetic": 30, "tools": 30, "unknown": 30, "talk": 30}

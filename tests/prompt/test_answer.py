@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
 
-from rewarm.prompt import Answer, Piece
+from rewarm.prompt.parse.answer import Answer, Piece
 from rewarm.prompt.parse.stops import Stops
 from tests.chats import TOKENIZERS, TOOLS, answering
 from tests.tiny import tiny_tokenizer

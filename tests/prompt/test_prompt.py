@@ -12,7 +12,9 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from rewarm.errors import InvalidPrompt
-from rewarm.prompt import ChatRenderer, Message, checked_options
+from rewarm.prompt.render.renderer import ChatRenderer
+from rewarm.prompt.render.template import checked_options
+from rewarm.values import Message
 from tests.chats import (
     TOKENIZERS,
     TOOLS,

@@ -15,8 +15,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from rewarm.errors import InvalidPrompt
-from rewarm.prompt import ChatRenderer, Message, Prompt
 from rewarm.prompt.render.encoder import Encoder
+from rewarm.prompt.render.renderer import ChatRenderer, Prompt
+from rewarm.values import Message
 from tests.chats import (
     TOKENIZERS,
     TOOLS,

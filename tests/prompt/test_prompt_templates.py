@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from rewarm.errors import InvalidPrompt
-from rewarm.prompt import ChatRenderer, Message, Prompt
 from rewarm.prompt.render import boundaries
+from rewarm.prompt.render.renderer import ChatRenderer, Prompt
+from rewarm.values import Message
 from tests.chats import (
     TOKENIZERS,
     TOOLS,

@@ -10,13 +10,13 @@ from pydantic import ValidationError
 
 from rewarm.errors import ContextExceeded, InvalidOption, NotReady, QueueFull
 from rewarm.generate.collect import Part
+from rewarm.options import ServerOptions
 from rewarm.server.anthropic.blocks import content_blocks
 from rewarm.server.anthropic.chat import chat_of, without_billing_header
 from rewarm.server.anthropic.parse import MessagesRequest
 from rewarm.server.errors import ApiError, anthropic_body, as_api_error, openai_body
 from rewarm.server.openai import routes as openai
 from rewarm.server.openai.parse import REFUSED, ChatRequest, CompletionRequest
-from rewarm.server.options import ServerOptions
 from rewarm.server.service import Chat
 from rewarm.server.usage import anthropic_usage
 

@@ -22,7 +22,7 @@ import pytest
 from rewarm.engine.engine import Engine
 from rewarm.engine.request import Request
 from rewarm.errors import NotReady, QueueFull
-from rewarm.server.options import ServerOptions
+from rewarm.options import ServerOptions
 from rewarm.server.serve import Server
 from tests.conftest import SOAK
 from tests.support_server import END, Running, running, started_engine
@@ -303,7 +303,7 @@ def test_cancels_at_random_moments_leave_nothing_behind(
 def test_a_server_that_still_loads_says_so() -> None:
     from fastapi.testclient import TestClient
 
-    from rewarm.server import create_app
+    from rewarm.server.app import create_app
 
     def never() -> Any:
         raise AssertionError("not started")

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rewarm.cache.lease import Match
-from rewarm.engine.request import Report, Request, Sampled
+from rewarm.engine.request import Request
 from rewarm.generate.collect import Choice, Collector, Delta, Done, Ended, Event, Failed, Progress
-from rewarm.prompt import Answer, Prompt
+from rewarm.prompt.parse.answer import Answer
+from rewarm.prompt.render.renderer import Prompt
 from rewarm.server.anthropic.stream import Head as AnthropicHead
 from rewarm.server.anthropic.stream import MessageStream
 from rewarm.server.openai.reply import Head, finite
@@ -20,10 +20,11 @@ from rewarm.server.openai.stream import ChatStream
 from rewarm.server.sse import data
 from rewarm.server.texts import TokenTexts
 from rewarm.server.work import Run, Work
+from rewarm.values import Cost, Match, Sampled
 from tests.support_server import tool_tokenizer
 
 TOKENIZER = tool_tokenizer()
-REPORT = Report(Match(10, 6, 4, "diverged", "memory"), "user", 6, 1.0, 1.0, 1.0, 1.0, 4.0)
+REPORT = Cost(Match(10, 6, 4, "diverged", "memory"), "user", 6, 1.0, 1.0, 1.0, 1.0, 4.0)
 
 
 def token(text: str) -> Sampled:

@@ -16,7 +16,7 @@ from rewarm.accel import heap
 from rewarm.cache.tree import WIDTH, Node, Tree, encode
 from rewarm.cache.views.survey import Surveyor
 from rewarm.generate.labels import Labels
-from rewarm.prompt import ChatRenderer
+from rewarm.prompt.render.renderer import ChatRenderer
 from rewarm.server.admin import tree_view
 from tests.cache.test_tree import Span
 from tests.support_server import Running, running, tool_tokenizer

@@ -8,11 +8,12 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from rewarm.values import Namespace
+
 from ..commit import split
 from ..find import Found, Query
 from ..layout import Layout
 from ..memory import MemoryTier
-from ..namespace import Namespace
 from ..payload import Rows
 from ..pins import Pin
 from ..retention import Evictor, Item

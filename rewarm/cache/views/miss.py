@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+
+from rewarm.values import Match, Miss, Missing, Origin
 
 from ..find import Query, find
 from ..gone import Gone
 from ..layout import Layout
-from ..lease import Match, Reason
-from ..tree import WIDTH, Node, Origin, Tokens, Tree, agreement
+from ..tree import WIDTH, Node, Tree, agreement
 
 GLIMPSE = 48
 """Tokens of the other side that are kept of a divergence."""
-
-Missing = Literal["never_taken", "evicted", "other_origin"]
-
-
-@dataclass(frozen=True)
-class Miss:
-    """One reason, the one that costs most."""
-
-    reason: Reason
-    shared: int
-    """How far the prompt agrees with what is stored: the first difference, where there is one."""
-    resume: int
-    held: int = 0
-    """`evicted`: how far the prompt was once held. `salt`: how far another one could reuse it."""
-    why: Missing | None = None
-    """`no_checkpoint`: why there is none between `resume` and `shared`."""
-    other: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
-    """`diverged`: what is stored from `shared` on instead."""
-    origin: Origin | None = None
-    """How that was made."""
 
 
 class Missed(NamedTuple):

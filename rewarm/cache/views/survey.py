@@ -18,7 +18,8 @@ from struct import Struct
 import numpy as np
 import numpy.typing as npt
 
-from ..namespace import Namespace
+from rewarm.values import Namespace
+
 from ..placement import WEIGHTS
 from ..tiers.disk.trees import SECOND
 from ..tree import WIDTH, Node, Tree, agreement

@@ -22,8 +22,8 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.model import MakeCaches
-from rewarm.cache.tree import Tokens
 from rewarm.errors import InvalidOption
+from rewarm.values import Tokens
 
 from .sampling import Processor, Sampler
 

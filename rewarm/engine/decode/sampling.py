@@ -20,8 +20,9 @@ from mlx_lm.sample_utils import (
 )
 
 from rewarm.errors import InvalidOption
+from rewarm.values import Sampling
 
-from ..request import Request, Sampling
+from ..request import Request
 
 Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]

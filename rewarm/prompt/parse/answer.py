@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rewarm.cache.tree import Tokens
+from rewarm.values import Message, Tokens
 
-from ..messages import Message
 from .readers import Call, Part, Plain, Reader, reader_of
 from .stops import Stops
 

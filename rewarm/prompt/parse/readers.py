@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
-from rewarm.cache.tree import Tokens
+from rewarm.values import Tokens
 
 Call = dict[str, Any]
 """A tool call in OpenAI's shape."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from rewarm.cache.placement import Boundary, Kind
+from rewarm.values import Boundary, Kind, Message
 
-from ..messages import Message, is_system
+from ..messages import is_system
 from ..text import common_text
 from .edges import Edges
 from .encoder import Encoded

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rewarm.cache.tree import Tokens
+from rewarm.values import Tokens
 
 from ..text import common_tokens
 from .encoder import Encoded, Encoder

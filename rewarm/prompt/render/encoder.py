@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rewarm.cache.tree import Tokens
 from rewarm.errors import InvalidPrompt
+from rewarm.values import Tokens
 
 from ..text import common_text
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..messages import REASONING, Message
+from rewarm.values import Message
+
+from ..messages import REASONING
 
 # Questions that share no first character, so that what they have in common is the chat before them.
 QUESTION: Message = {"role": "user", "content": "A question?"}

@@ -9,11 +9,10 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from rewarm.cache.placement import Boundary
-from rewarm.cache.tree import Tokens
 from rewarm.errors import InvalidPrompt
+from rewarm.values import Boundary, Message, Tokens
 
-from ..messages import REASONING, Message, normalised
+from ..messages import REASONING, normalised
 from ..text import common_text
 from .boundaries import Ends, Finder, MessageEnd, Rendered
 from .edges import Edges

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 
-from ..messages import Message
+from rewarm.values import Message
 
 
 class Tags:

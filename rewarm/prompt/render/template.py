@@ -7,39 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rewarm.errors import InvalidPrompt
+from rewarm.options import TAKEN_BY_RENDERING
+from rewarm.values import Message
 
-from ..messages import Message, dialects, system_for_developer
-
-OURS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final",
-        "continue_final_message",
-        "conversation",
-        "every_turn",
-        "marks",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
-"""Arguments of `apply_chat_template`, above all the template itself, and of `ChatRenderer`."""
+from ..messages import dialects, system_for_developer
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Template options as a request may give them. Raises InvalidPrompt for any other."""
     for name in options:
-        if not isinstance(name, str) or name in OURS:
+        if not isinstance(name, str) or name in TAKEN_BY_RENDERING:
             raise InvalidPrompt(f"the template option {name!r} cannot be set by a request")
     return dict(options)
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..messages import REASONING, Message
+from rewarm.values import Message
+
+from ..messages import REASONING
 from ..text import common_end, common_text
 
 TURNS = 2

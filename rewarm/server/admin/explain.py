@@ -16,8 +16,8 @@ from starlette.responses import Response
 
 from rewarm.generate.advice import Proposal, Told, proposals
 from rewarm.generate.remembered import Asked
-from rewarm.prompt import Prompt
 from rewarm.prompt.messages import normalised
+from rewarm.prompt.render.renderer import Prompt
 from rewarm.prompt.text import common_tokens
 
 from ..anthropic import chat as anthropic_chat

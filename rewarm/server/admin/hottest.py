@@ -12,8 +12,7 @@ from typing import Any
 import xxhash
 
 from rewarm.cache import PrefixCache
-from rewarm.cache.placement import Boundary
-from rewarm.cache.tree import Tokens
+from rewarm.values import Boundary, Tokens
 
 from ..work import Run
 

@@ -12,11 +12,10 @@ from prometheus_client.registry import Collector
 
 import rewarm
 from rewarm.cache import Stats
-from rewarm.cache.lease import Reason
 from rewarm.cache.tiers.disk.figures import DiskFigures, disk_figures
 from rewarm.engine.engine import Engine, EngineStats
-from rewarm.engine.request import Report
 from rewarm.errors import CacheClosed, NotReady
+from rewarm.values import Cost, Reason
 
 from ..work import Run
 
@@ -116,7 +115,7 @@ class Metrics:
         if tokens:
             self._timed(report, endpoint)
 
-    def _timed(self, report: Report, endpoint: str) -> None:
+    def _timed(self, report: Cost, endpoint: str) -> None:
         self._first_token.labels(endpoint).observe(report.ttft_ms / 1e3)
         parts = {
             "queue": report.queued_ms,

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from rewarm.generate.collect import Choice
-from rewarm.prompt import Message
+from rewarm.values import Message
 
 from ..errors import bad_request
 from ..fields import thinking_options

@@ -7,7 +7,7 @@ import uuid
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from rewarm.engine.request import Sampling
+from rewarm.values import Sampling
 
 from ..openapi import body_of, replies
 from ..respond import Json, exchange_of, finished, parsed

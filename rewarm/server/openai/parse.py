@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from rewarm.prompt import Message
+from rewarm.values import Message
 
 from ..errors import bad_request
 from ..fields import (

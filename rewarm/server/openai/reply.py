@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import rewarm
-from rewarm.engine.request import Sampled
 from rewarm.generate.collect import Choice
+from rewarm.values import Sampled
 
 from ..texts import TokenTexts
 from ..usage import openai_usage, rewarm_object

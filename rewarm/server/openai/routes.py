@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from rewarm.generate.collect import Choice
-from rewarm.prompt import Message
+from rewarm.values import Message
 
 from ..errors import bad_request
 from ..fields import thinking_options

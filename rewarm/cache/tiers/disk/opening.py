@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from rewarm.values import Namespace
+
 from ...layout import Layout
-from ...namespace import Namespace
 from ...retention import Retention
 from .records import StoreError
 from .store import Store

@@ -9,7 +9,9 @@ import hashlib
 import threading
 from collections.abc import Callable
 
-from ...tree import Tokens, agreement, encode
+from rewarm.values import Tokens
+
+from ...tree import agreement, encode
 from .records import NamespaceInfo
 from .store import Store
 

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from rewarm.values import Namespace
+
 from ...find import Found, Query, find
 from ...layout import Layout
-from ...namespace import Namespace
 from ...payload import PackedState, Rows, chained
 from ...pins import Pin
 from ...placement import WEIGHTS

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from rewarm.values import Namespace, Origin
+
 from ...layout import Layout
 from ...memory import Held, MemoryTier
-from ...namespace import Namespace
 from ...payload import Rows
 from ...placement import WEIGHTS
 from ...retention import Item
-from ...tree import WIDTH, Checkpoint, ChunkTree, Node, Origin, Tree
+from ...tree import WIDTH, Checkpoint, ChunkTree, Node, Tree
 from .index import FORMAT, no_collection
 from .records import NamespaceInfo, StoredNode
 from .source import OnDisk, Source

@@ -1,0 +1,181 @@
+"""The plain data that several rooms speak of. Nothing here imports MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+
+Message = dict[str, Any]
+"""A chat message in OpenAI's shape."""
+
+Origin = Literal["prefill", "decode"]
+"""How a span of the tree was computed."""
+
+Kind = Literal["system", "mark", "user", "turn", "junction", "end", "answer", "sparse"]
+"""The kind of place that a checkpoint is taken at."""
+
+Finish = Literal["stop", "length", "cancelled"]
+"""Why an answer ended."""
+
+Reason = Literal[
+    "cold",
+    "diverged",
+    "no_checkpoint",
+    "evicted",
+    "salt",
+    "other_model",
+    "exact_mode",
+    "disabled",
+    "failed",
+]
+"""Why not more of a prompt was reused."""
+
+Missing = Literal["never_taken", "evicted", "other_origin"]
+"""Why there is no checkpoint where one would have been of use."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A position where a message of the chat ends.
+
+    `kind` says what the position is to placement: the end of the system prompt, of a user message,
+    or of the turn before the last user message. None where only the grid of `exact` uses it.
+    """
+
+    position: int
+    kind: Kind | None = None
+    durable: bool = True
+
+
+class Cut(NamedTuple):
+    """The end of a prefill chunk, and the checkpoint to take there."""
+
+    stop: int
+    checkpoint: Kind | None
+
+
+@dataclass(frozen=True)
+class Match:
+    """How far a prompt agrees with the tree, and from where the model can go on."""
+
+    tokens: int
+    shared: int = 0
+    resume: int = 0
+    reason: Reason | None = None
+    """Why it was not more; None where all that the tree knows of the prompt is reused."""
+    tier: str | None = None
+    """The name of the tier that gave it; None where nothing is reused."""
+
+    @property
+    def replay(self) -> int:
+        """Tokens that the tree knows and that are computed again."""
+        return self.shared - self.resume
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Why not more of a prompt was reused: one reason, the one that costs most."""
+
+    reason: Reason
+    shared: int
+    """How far the prompt agrees with what is stored: the first difference, where there is one."""
+    resume: int
+    held: int = 0
+    """`evicted`: how far the prompt was once held. `salt`: how far another one could reuse it."""
+    why: Missing | None = None
+    """`no_checkpoint`: why there is none between `resume` and `shared`."""
+    other: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
+    """`diverged`: what is stored from `shared` on instead."""
+    origin: Origin | None = None
+    """How that was made."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The work that a prompt took; it is whole once the first token is there."""
+
+    match: Match
+    resumed_at: Kind | None = None
+    """The kind of checkpoint that it resumed from."""
+    prefilled: int = 0
+    """Prompt tokens computed; `match.resume + prefilled == match.tokens` once all are."""
+    queued_ms: float = 0.0
+    match_ms: float = 0.0
+    restore_ms: float = 0.0
+    prefill_ms: float = 0.0
+    """From the end of the restore to the first token, with what the engine did in between."""
+    ttft_ms: float = 0.0
+    """From the request's arrival at the engine to the first token."""
+    restored_bytes: int = 0
+    """The bytes that the tree holds of the prefix that was restored."""
+    miss: Miss | None = None
+    """Why not more of it was reused."""
+
+    @property
+    def replayed(self) -> int:
+        """Computed tokens that the tree knew. A cancelled prefill may not have got through all."""
+        return min(self.match.replay, self.prefilled)
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Everything that must be equal for two prompts to share state."""
+
+    base: str
+    """What computes: an identity, or a name within this process where none was taken."""
+    adapter: str = ""
+    """A name that the user gave; the arrays of an adapter are part of `base`."""
+    kv: str = "plain"
+    """The form of the K/V: "plain", or its bits and group size."""
+    layout: str = ""
+    """A digest of the kinds of caches that the model has."""
+    rank: str = ""
+    """The share of a model that is spread over several processes."""
+    salt: str = ""
+
+    @property
+    def weights(self) -> str:
+        """The digest of the weights alone, where an identity was taken."""
+        return self.base.partition("-")[0]
+
+    def salted(self, salt: str | None) -> Namespace:
+        return replace(self, salt=salt or "")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. The defaults are greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over the last tokens of prompt and answer; 1 is none."""
+    presence_penalty: float = 0.0
+    """Over the answer so far, as OpenAI defines it; likewise frequency."""
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+
+
+class Alternative(NamedTuple):
+    """A token that might have been chosen."""
+
+    token: int
+    logprob: float
+
+
+class Sampled(NamedTuple):
+    """A token of an answer."""
+
+    token: int
+    logprob: float | None = None
+    """Where the request asked for logprobs."""
+    top: Sequence[Alternative] = ()

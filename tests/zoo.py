@@ -136,6 +136,9 @@ YARN: Config = {
     "llama_4_scaling_beta": 0.1,
 }
 
+DYNAMIC_NTK: Config = {"rope_scaling": {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0}}
+"""For `tiny`, with a `max_position_embeddings` that a test's prompts cross."""
+
 LAYER_TYPES = {
     "a": "attention",
     "c": "conv",
@@ -177,6 +180,8 @@ ARCHITECTURES: dict[str, Config] = {
     "gemma2": _config("gemma2"),
     "glm4_moe": _config("glm4_moe", MOE),
     "olmo2": _config("olmo2"),
+    "internlm2": _config("internlm2", bias=False),
+    "internlm3": _config("internlm3", bias=False, qkv_bias=False),
     "mixtral": _config("mixtral", MOE),
     "minimax": _config("minimax", MOE),
     "deepseek_v3": _config("deepseek_v3", MOE, MLA),

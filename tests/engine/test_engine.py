@@ -545,6 +545,18 @@ def test_models_that_are_wrong_in_a_batch_decode_one_at_a_time(name: str) -> Non
     assert set(widths) == {1}
 
 
+def test_a_model_that_takes_no_batch_decodes_one_sequence_at_a_time() -> None:
+    """Dynamic NTK asks for one position, and a batch has one for each sequence."""
+    model = zoo.tiny("internlm2", **zoo.DYNAMIC_NTK, max_position_embeddings=100)
+    prompts = [prompt(20 + 7 * i, seed=i) for i in range(4)]
+    expected = []
+    for each in prompts:
+        with engine(model) as fresh:
+            expected.append(answer(fresh, each, max_tokens=20).tokens)
+    with engine(model) as server:
+        assert [a.tokens for a in burst(server, prompts, max_tokens=20)] == expected
+
+
 def test_the_batch_check_finds_wrong_logits() -> None:
     class Wrong(Counted):
         def __call__(self, tokens: mx.array, **options: Any) -> mx.array:

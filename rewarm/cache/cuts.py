@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -12,6 +12,7 @@ from rewarm.options import LEAST_CHUNK
 from rewarm.values import Boundary, Cut, Kind
 
 from .placement import WEIGHTS, Placement, Shape
+from .positions import FAR
 
 APART = LEAST_CHUNK
 """In `exact`, a durable boundary is a cut only this many tokens after the last one."""
@@ -58,6 +59,10 @@ class Divider:
     placement: Placement
     checkpoints: bool
     """Whether the model needs any: where rows hold everything, none is taken."""
+    limit: int = FAR
+    """In `fast`, the position beyond which nothing is stored: see `positions.py`. It is a cut of
+    each prompt that crosses it, and the cuts behind it depend on nothing else. So no stored row is
+    of a chunk that crosses it, and a hit goes on as a cold run does."""
 
     def grid(self, tokens: int, boundaries: Sequence[Boundary]) -> list[int]:
         """A prompt's own cuts in `exact`, which depend on nothing else."""
@@ -72,12 +77,14 @@ class Divider:
                 raise InvalidOption(
                     f"boundary kind {boundary.kind!r} is unknown: give one of {', '.join(WEIGHTS)}"
                 )
-        points = self.placement.points(shape)
+        last = min(shape.stop, self.limit)
+        points = self.placement.points(replace(shape, stop=last))
         kinds: dict[int, Kind] = {}
         if self.reuse == "fast":
             if self.checkpoints:
                 kinds = {p.position: p.kind for p in points}
-            stops = chunks(shape.resume, shape.stop, self.chunk, kinds)
+            stops = chunks(shape.resume, last, self.chunk, kinds)
+            stops += chunks(last, shape.stop, self.chunk)
             return [Cut(stop, kinds.get(stop)) for stop in stops]
         stops = [c for c in own_cuts if c > shape.resume]
         # A prompt that goes on where this one ends shares its whole chunks only.
@@ -91,6 +98,8 @@ class Divider:
 
     def marked(self, cuts: list[Cut], position: int, kind: Kind) -> list[Cut]:
         """The same cuts with a checkpoint at `position`; in `exact`, at the cut before it."""
+        if position > self.limit:
+            return cuts
         if self.reuse == "fast" and all(c.stop != position for c in cuts):
             cuts = sorted([*cuts, Cut(position, None)])
         at = max((c.stop for c in cuts if c.stop <= position), default=None)

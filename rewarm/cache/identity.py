@@ -55,7 +55,7 @@ class Description:
 
         Call it where lazy arrays of the model can be evaluated: on the thread that made them.
         """
-        found = _Describer(_modules(model))
+        found = _Describer(modules_of(model))
         found.note(model)
         text = "\n".join(found.lines()).encode()
         mx.eval(found.arrays)
@@ -111,7 +111,7 @@ class Watch:
 
     def __init__(self, model: Any, besides: Collection[Slot] = ()) -> None:
         """`besides`: slots that may change. A memo that is still to be filled may, too."""
-        modules = [(module, dict(_values(module))) for module in _modules(model)]
+        modules = [(module, dict(_values(module))) for module in modules_of(model)]
         memos = {
             (i, n) for i, (_, held) in enumerate(modules) for n in held if _is_memo(n, held[n])
         }
@@ -147,10 +147,10 @@ def keeps_memos(model: Any) -> bool:
 
     Its identity after it has run would be another one.
     """
-    return any(_is_memo(*item) for module in _modules(model) for item in vars(module).items())
+    return any(_is_memo(*item) for module in modules_of(model) for item in vars(module).items())
 
 
-def _modules(model: Any) -> list[Module]:
+def modules_of(model: Any) -> list[Module]:
     modules = getattr(model, "modules", None)
     found = modules() if callable(modules) else []
     return [module for module in found if isinstance(module, Module)]

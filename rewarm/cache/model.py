@@ -37,6 +37,12 @@ def context_size(model: Any) -> int:
     return found or 1 << 31
 
 
+def most_heads(model: Any) -> int:
+    """How many heads a layer has at most, by the model's arguments."""
+    names = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+    return max((n for n in (_argument(model, name) for name in names) if n), default=64)
+
+
 def checked_tokens(tokens: Sequence[int] | npt.NDArray[Any], vocabulary: int) -> Tokens:
     """A prompt as an array, or an error that says what is wrong with it."""
     try:

@@ -34,6 +34,7 @@ from .memory import Held, MemoryTier, auto_size, most_buffers
 from .model import MakeCaches, cache_maker, checked_tokens, vocabulary_size
 from .pins import Pin, Pins
 from .placement import ChatPlacement, Placement, Shape
+from .positions import Limit, limit_of
 from .restore import Restorer
 from .retention import Evictor, Item, Retention, WorkPerByte
 from .tiers.below import Below, Promoter
@@ -93,6 +94,7 @@ class PrefixCache:
             placement or ChatPlacement(),
             checkpoints=self.layout.has_state or self.layout.has_window,
         )
+        self._find_limit()
         self.memory = MemoryTier(budget, max_buffers or most_buffers())
         self._binding = Binding(
             model,
@@ -213,6 +215,7 @@ class PrefixCache:
         if self.disk is not None:
             namespace = self._binding.identified(self._binding.describe())
         with self._entered():
+            self._find_limit()
             if namespace is None:
                 self._binding.start_anew()
                 self._forget()
@@ -332,6 +335,9 @@ class PrefixCache:
                 return
             if origin == "decode" and self.reuse == "exact":
                 return  # decoded state has other bits than a prefill of the same tokens
+            if stop > self.limit:
+                lease.full = True
+                return
             try:
                 self._committer.commit(lease, stop, origin, checkpoint, self._clock)
             except Exception:
@@ -396,6 +402,11 @@ class PrefixCache:
         """Another one wherever a survey may have changed."""
         parts = [self.memory, *([self.disk.trees.account] if self.disk is not None else [])]
         return (self._clock, *(n for p in parts for n in (p.held.nodes, p.held.total)))
+
+    @property
+    def limit(self) -> int:
+        """The position up to which state is stored: see `positions.py`."""
+        return self._divider.limit
 
     def in_namespace(self, namespace: Namespace, salt: str | None) -> bool:
         return namespace == self._binding.namespace.salted(salt)
@@ -475,6 +486,14 @@ class PrefixCache:
             self._binding.check(model)
         elif self.disk is not None:
             self.rebind()
+
+    def _find_limit(self) -> None:
+        # In `exact` a chunk is reused only where every chunk before it is the prompt's own. So its
+        # rows were computed in the very calls that would compute them again, whatever these do.
+        stores = self.reuse == "fast" and self.layout.reusable
+        limit = limit_of(self.model) if stores else Limit()
+        limit.say(self.model)
+        self._divider = replace(self._divider, limit=limit.position)
 
     def _query(self, prompt: Tokens, salt: str | None, boundaries: Sequence[Boundary]) -> Query:
         """To look for a prompt without leaving a trace."""

@@ -226,7 +226,8 @@ class Runner:
     def _takes_last_token(self, sequence: Sequence, cut: Cut) -> bool:
         """Whether a piece goes through the prompt's last token, instead of a pass of its own.
 
-        Only where rows are all there is: else the same prompt again could not go on before it.
+        Only where rows are all there is: else the same prompt again could not go on before it. And
+        not beyond the cache's limit: a piece that ends there is cut where every other run cuts it.
         """
         lease, layout = _leased(sequence), self.cache.layout
         only_rows = layout.has_rows and not layout.has_state and not layout.has_window
@@ -234,6 +235,7 @@ class Runner:
             cut.stop == len(lease.tokens) - 1
             and cut.stop - lease.position < self._one_pass
             and only_rows
+            and len(lease.tokens) <= self.cache.limit
             and self.cache.reuse == "fast"
             and not sequence.warm
         )

@@ -52,7 +52,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent and window": ("recurrent_gemma", {}),
     "composite": ("baichuan_m1", {}),
     "opaque": ("deepseek_v41", {}),
+    "rows, rescaled": ("internlm2", {}),
+    "recurrent and rows, rescaled": ("falcon_h1", {}),
 }
+RESCALED = {**zoo.DYNAMIC_NTK, "max_position_embeddings": 50}
 # With rows that a ring keeps, mlx-lm's answers depend on the cuts by themselves.
 CASES = [
     (name, reuse)
@@ -64,7 +67,7 @@ CASES = [
 
 @memoised
 def model_of(name: str) -> Any:
-    return zoo.tiny(MODELS[name][0])
+    return zoo.tiny(MODELS[name][0], **(RESCALED if name.endswith("rescaled") else {}))
 
 
 class Programs(RuleBasedStateMachine):

@@ -1,0 +1,205 @@
+"""The position up to which a token's rows depend on nothing that comes after it.
+
+A rotary module may change its frequencies once a sequence is longer than the model was trained for
+(dynamic NTK). A token's keys then depend on where the chunk that it was computed in ends, or
+begins. Such modules are found by calling the position modules of the live model alone, on small
+arrays: the model itself never runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+
+from .identity import modules_of
+from .model import most_heads
+
+log = logging.getLogger("rewarm")
+
+FAR = 1 << 62
+"""The limit of a model that has none."""
+
+MOST = 1 << 24
+"""The farthest position that is looked at: float32 counts no further."""
+
+POWERS = tuple(1 << n for n in range(6, 23))
+"""Lengths that are looked at in every model. Dynamic NTK shows at each of them beyond its limit."""
+
+MARGIN = 16
+"""A number that a module holds may be its limit, give or take a few tokens."""
+
+TOLERANCE = 1e-3
+"""Of the input. The first token beyond the limit of dynamic NTK turns a row by 0.03 or more."""
+
+WIDTHS = (64, 128, 256, 512)
+"""Head sizes to try where a module does not hold its own."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Calls that end at `position` or before give every token the same row, however they divide the
+    sequence. Calls that end beyond it do not."""
+
+    position: int = FAR
+    module: str = ""
+    """The class of the module that sets it."""
+
+    def say(self, model: Any) -> None:
+        """Log what it means for this model, once in a process."""
+        if self.position < FAR:
+            name = type(model).__module__.rpartition(".")[2]
+            _warn(name, self.module, self.position)
+
+
+@functools.cache
+def _warn(model: str, module: str, position: int) -> None:
+    if position:
+        log.warning(
+            "%s: %s turns tokens otherwise in a sequence of more than %d tokens, depending on how "
+            "long it is; what lies beyond that position is not reused, and computed again for "
+            'every prompt (reuse="exact" reuses it)',
+            *(model, module, position),
+        )
+    else:
+        log.warning(
+            "%s: nothing is reused, since %s could not be called alone: whether it turns a token "
+            'otherwise when more tokens follow is not known (reuse="exact" does not depend on it)',
+            *(model, module),
+        )
+
+
+def limit_of(model: Any) -> Limit:
+    """The lowest limit of a model's position modules.
+
+    Call it on a thread that may run the model. The modules are called as copies: some keep what
+    they computed last.
+    """
+    limit = Limit()
+    for module in _distinct(position_modules(model)):
+        position = _position_limit(module, model)
+        if position < limit.position:
+            limit = Limit(position, type(module).__name__)
+    return limit
+
+
+def position_modules(model: Any) -> list[Module]:
+    """The modules that are called as `nn.RoPE` is, with one array and an offset, and that hold no
+    modules of another kind: attention that takes an offset holds projections."""
+    modules = modules_of(model)
+    kinds = {kind for kind in {type(m) for m in modules} if _takes_offset(kind)}
+    own = [module for module in modules if type(module) in kinds]
+    return [m for m in own if kinds.issuperset(type(part) for part in modules_of(m))]
+
+
+def _takes_offset(kind: type) -> bool:
+    try:
+        _, array, *others = inspect.signature(kind.__call__).parameters.values()
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return (
+        array.default is array.empty
+        and any(other.name == "offset" for other in others)
+        and all(o.default is not o.empty or o.kind is o.VAR_KEYWORD for o in others)
+    )
+
+
+def _position_limit(module: Module, model: Any) -> int:
+    """Find the limit between the first length at which rows disagree and the last before it."""
+    probe = _Probe.of(module, most_heads(model))
+    if probe is None:
+        return 0
+    numbers = {*_numbers(module), *_numbers(_arguments(model)), *POWERS}
+    agreed = 1
+    for stop in sorted(n + MARGIN for n in numbers):
+        if probe.agrees(stop):
+            agreed = stop
+            continue
+        while stop - agreed > 1:
+            middle = (agreed + stop) // 2
+            agreed, stop = (middle, stop) if probe.agrees(middle) else (agreed, middle)
+        return agreed
+    return FAR
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """A position module, and the arrays that it takes."""
+
+    module: Module
+    heads: int
+    """Some modules look at this axis by mistake."""
+    width: int
+
+    @staticmethod
+    def of(module: Module, heads: int) -> _Probe | None:
+        """None where the module cannot be called alone."""
+        sizes = (2 * value.size for value in module.values() if isinstance(value, mx.array))
+        own = sorted(n for n in {*_numbers(module), *sizes} if 2 <= n <= max(WIDTHS))
+        for width in (*own, *WIDTHS):
+            try:
+                probe = _Probe(deepcopy(module), heads, width)
+                probe.agrees(2)
+                return probe
+            except Exception:
+                log.debug("%s takes no rows of %d", type(module).__name__, width, exc_info=True)
+        return None
+
+    def agrees(self, stop: int) -> bool:
+        """Whether rows of one call that ends at `stop` are those of calls for each alone."""
+        start = max(0, stop - self.heads - 2 * MARGIN)
+        together = self._call(start, stop)
+        apart = [
+            mx.abs(one[..., row - start, :] - other[..., 0, :]).max()
+            for row in {start, (start + stop) // 2, stop - 1}
+            for one, other in zip(together, self._call(row, row + 1), strict=True)
+        ]
+        return bool((mx.stack(apart) <= TOLERANCE).all())
+
+    def _call(self, start: int, stop: int) -> list[mx.array]:
+        # Two sequences: for a single row MLX has another kernel, which rounds otherwise.
+        ones = mx.ones((2, self.heads, stop - start, self.width))
+        found = self.module(ones, offset=start)
+        return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def _distinct(modules: list[Module]) -> list[Module]:
+    """One of all that hold the same values: every layer has a position module of its own."""
+    found = {tuple(_held(part) for part in modules_of(module)): module for module in modules}
+    return list(found.values())
+
+
+def _held(module: Module) -> tuple[Any, ...]:
+    values = {**module, **vars(module)}
+    return type(module), *((n, _plain(v)) for n, v in values.items() if not isinstance(v, Module))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, mx.array):
+        return value.shape, str(value.dtype), np.array(value.flatten().view(mx.uint8)).tobytes()
+    return repr(value)
+
+
+def _arguments(model: Any) -> list[Any]:
+    return [getattr(model, name, None) for name in ("args", "config")]
+
+
+def _numbers(thing: Any, depth: int = 4) -> Iterator[int]:
+    """The numbers in a module or in a model's arguments that may be lengths."""
+    if isinstance(thing, (int, float)):
+        if not isinstance(thing, bool) and 1 < thing <= MOST:
+            yield int(thing)
+    elif depth and not isinstance(thing, (str, mx.array)):
+        inside = list(thing.values()) if isinstance(thing, dict) else []
+        inside += thing if isinstance(thing, (list, tuple)) else []
+        inside += getattr(thing, "__dict__", {}).values()
+        for each in inside:
+            yield from _numbers(each, depth - 1)

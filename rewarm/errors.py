@@ -13,6 +13,10 @@ class InvalidOption(RewarmError, ValueError):
     """An option with a value that means nothing."""
 
 
+class NotPrivate(RewarmError, OSError):
+    """A folder or file that somebody else made, or can change."""
+
+
 class UnsupportedModel(RewarmError, TypeError):
     """A model that offers no prompt cache at all."""
 

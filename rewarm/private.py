@@ -1,0 +1,163 @@
+"""Folders and files that are ours alone, on machines that are not.
+
+Whoever can write in a folder can replace what lies in it, and whoever can write in one of its
+parents can replace the folder. So a path is walked from the root, and each step is checked before
+the next one is taken: nobody else can then change what was checked. A parent may belong to root or
+to us. Others may write in it only where its sticky bit keeps them from what is not theirs, as in
+/tmp.
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+from rewarm.errors import NotPrivate
+
+MOST_LINKS = 40
+"""As many as Linux follows on the way to a file."""
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that is ours alone, or check that it is; return where it really lies.
+
+    Links on the way to it are followed where root or we made them. An empty folder of ours that
+    others can write in is closed to them. Raises `NotPrivate` for a folder that is not ours alone,
+    and `OSError` where there can be none."""
+    folder = _walk(Path(path).absolute())
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    _check_owner(folder, found)
+    if not _others_may_write(found):
+        return folder
+    is_empty = not os.listdir(folder)
+    if is_empty:
+        folder.chmod(0o700)
+    if not is_empty or os.listdir(folder):  # somebody may have been faster than the new mode
+        raise NotPrivate(
+            f"others can write in {folder} ({_mode(found)}): if all in it is yours, "
+            f"`chmod 700 {folder}`; otherwise choose another folder"
+        )
+    return folder
+
+
+def check_folder(path: Path) -> None:
+    """Check a folder inside one that is ours alone."""
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotPrivate(f"{path} is {_kind(found)} where a folder should be: remove it")
+    _check_closed(path, found)
+
+
+def check_file(path: Path, found: os.stat_result | None = None) -> None:
+    """Check a file inside a folder that is ours alone: no link, and no other file's second name.
+
+    `found` is what a file that is open already says of itself."""
+    found = os.lstat(path) if found is None else found
+    if not stat.S_ISREG(found.st_mode):
+        raise NotPrivate(f"{path} is {_kind(found)} where a file should be: remove it")
+    if found.st_nlink > 1:
+        raise NotPrivate(f"{path} is another file's second name (a hard link): remove it")
+    _check_closed(path, found)
+
+
+def _walk(path: Path) -> Path:
+    """Go down a path, and make what is missing of it; return it without links."""
+    at, left, links = Path(path.anchor), list(path.parts[:0:-1]), 0
+    while left:
+        _check_parent(at, path)
+        part = left.pop()
+        if part == "..":
+            at = at.parent
+            continue
+        step = at / part
+        try:
+            found = os.lstat(step)
+        except FileNotFoundError:
+            # Whatever the umask: what others could write in would be refused the next time.
+            os.mkdir(step, 0o755 if left else 0o700)
+            found = os.lstat(step)
+        if not stat.S_ISLNK(found.st_mode):
+            at = step
+            continue
+        links += 1
+        if links > MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        if found.st_uid not in (0, os.geteuid()):
+            raise NotPrivate(
+                f"{step} is a link that {_name(found.st_uid)} made: they can let it lead anywhere. "
+                "Choose another folder"
+            )
+        target = Path(os.readlink(step))
+        if target.is_absolute():
+            at = Path(target.anchor)
+        left += [part for part in target.parts[::-1] if part != target.anchor]
+    return at
+
+
+def _check_parent(folder: Path, path: Path) -> None:
+    found = os.lstat(folder)
+    if found.st_uid not in (0, os.geteuid()):
+        who = f"{_name(found.st_uid)}, whose it is,"
+    elif _others_may_write(found) and not found.st_mode & stat.S_ISVTX:
+        who = f"others can write in it ({_mode(found)}) and"
+    else:
+        return
+    raise NotPrivate(
+        f"{folder} is on the way to {path}, and {who} can put another folder there: "
+        f"`chmod go-w {folder}` if it is yours, or choose another place"
+    )
+
+
+def _check_closed(path: Path, found: os.stat_result) -> None:
+    _check_owner(path, found)
+    if _others_may_write(found):
+        raise NotPrivate(
+            f"others can write in {path} ({_mode(found)}): `chmod go-w {path}` if it is yours, "
+            "or remove it"
+        )
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise NotPrivate(
+            f"{path} belongs to {_name(found.st_uid)}, and this process is "
+            f"{_name(os.geteuid())}: choose another folder, or `chown` it with all that is in it"
+        )
+
+
+def _others_may_write(found: os.stat_result) -> bool:
+    if found.st_mode & stat.S_IWOTH:
+        return True
+    return bool(found.st_mode & stat.S_IWGRP) and not _is_own_group(found.st_gid)
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether nobody else is in a group, as in those that many systems make for each user."""
+    try:
+        us, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    is_users_own = us.pw_gid == gid and group.gr_name == us.pw_name
+    return is_users_own and set(group.gr_mem) <= {us.pw_name}
+
+
+def _name(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"
+
+
+def _mode(found: os.stat_result) -> str:
+    return f"mode {stat.S_IMODE(found.st_mode):04o}"
+
+
+def _kind(found: os.stat_result) -> str:
+    kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFREG: "a file"}
+    return kinds.get(stat.S_IFMT(found.st_mode), "a special file")

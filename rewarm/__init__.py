@@ -4,7 +4,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rewarm.accel import blas
+from rewarm.accel import blas, compiled
 
 if TYPE_CHECKING:
     from rewarm.cache import PrefixCache
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Before anything imports mlx: afterwards it is too late for another BLAS.
 blas.load()
+# Before MLX compiles anything, or loads what it, or somebody else, has compiled before.
+compiled.prepare()
 # MLX's CUDA build plans for every shape, and raises once a process has met some hundred of them,
 # however useful its plans are. A server meets a new length with nearly every prompt.
 os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")

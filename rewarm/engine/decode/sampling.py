@@ -10,9 +10,6 @@ from typing import cast
 
 import mlx.core as mx
 from mlx_lm.sample_utils import (
-    apply_min_p,
-    apply_top_k,
-    apply_top_p,
     greedy_sampler,
     make_frequency_penalty,
     make_presence_penalty,
@@ -110,17 +107,45 @@ class _Seeded:
     def __call__(self, logprobs: mx.array) -> mx.array:
         s = self.sampling
         if 0 < s.top_p < 1:
-            logprobs = apply_top_p(logprobs, s.top_p)
+            logprobs = top_p(logprobs, s.top_p)
         if s.min_p > 0:
-            logprobs = apply_min_p(logprobs, s.min_p)
+            logprobs = min_p(logprobs, s.min_p)
         if 0 < s.top_k < self.vocabulary:
-            logprobs = apply_top_k(logprobs, s.top_k)
+            logprobs = top_k(logprobs, s.top_k)
         key = mx.random.key(_mixed(self.seed, self.position))
         self.position += 1
         # In float32, and with the best at 0: a small temperature must not make all of them -inf.
         best = logprobs.astype(mx.float32)
         best = (best - best.max(axis=-1, keepdims=True)) * min(1 / s.temperature, 1e30)
         return mx.random.categorical(best, key=key)
+
+
+# mlx-lm has these three as well, but has MLX compile them anew for every value that is asked for:
+# for about a second on a CPU, in which nobody gets a token.
+
+
+def top_p(logprobs: mx.array, p: float) -> mx.array:
+    """Keep the likeliest tokens that have the share `p` of all probability, and rule out others."""
+    ordered = mx.sort(logprobs, axis=-1)
+    probabilities = mx.exp(ordered.astype(mx.float32))
+    likelier = mx.cumsum(probabilities, axis=-1, reverse=True, inclusive=False)
+    total = likelier[..., :1] + probabilities[..., :1]
+    dropped = (likelier >= p * total).sum(axis=-1, keepdims=True)
+    least = mx.take_along_axis(ordered, dropped, axis=-1)
+    return mx.where(logprobs < least, -math.inf, logprobs)
+
+
+def min_p(logprobs: mx.array, p: float) -> mx.array:
+    """Rule out tokens that have less than the share `p` of the likeliest one's probability."""
+    least = logprobs.max(axis=-1, keepdims=True) + math.log(p)
+    return mx.where(logprobs < least, -math.inf, logprobs)
+
+
+def top_k(logprobs: mx.array, k: int) -> mx.array:
+    """Keep the `k` likeliest tokens, and rule out others."""
+    others = mx.argpartition(-logprobs, kth=k - 1, axis=-1)[..., k:]
+    ruled_out = mx.array(-math.inf, logprobs.dtype)
+    return mx.put_along_axis(logprobs, others, ruled_out, axis=-1)
 
 
 def _opening(request: Request) -> Processor:

@@ -85,6 +85,8 @@ class EngineOptions:
     """Lowers the model's own limit."""
     room: int | None = None
     """Bytes that running requests may take together; a share of what is free where not given."""
+    rehearse: bool = True
+    """Whether MLX compiles what requests need before the engine is ready, or during the first."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_queue", "context", "room"):

@@ -92,7 +92,7 @@ def engine(
         return Loaded(model, tokenizer, made)
 
     evaluate(model)  # made in this thread, run in another
-    running = Engine(load, EngineOptions(**options))
+    running = Engine(load, EngineOptions(**({"rehearse": False} | options)))
     running.start()
     try:
         assert running.wait(PATIENCE) == "ready", running.detail

@@ -135,7 +135,7 @@ def started_engine(
         cache = PrefixCache(model, **given)
         return Loaded(model, tokenizer or tool_tokenizer(), cache)
 
-    engine = ScriptedEngine(load, EngineOptions(**options))
+    engine = ScriptedEngine(load, EngineOptions(**({"rehearse": False} | options)))
     engine.requests = []
     engine.start()
     return engine, model

@@ -9,8 +9,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ordered
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -19,7 +20,6 @@ import numpy as np
 from mlx_lm.generate import generation_stream, wired_limit
 
 from rewarm import accel
-from rewarm.accel.launch import is_cuda
 from rewarm.cache import PrefixCache
 from rewarm.cache.identity import evaluate
 from rewarm.cache.memory import auto_size
@@ -42,6 +42,9 @@ State = Literal["loading", "ready", "failing", "stopped"]
 
 FAILURES = 3
 """Turns in a row that may fail before waiting requests are turned away too."""
+
+PATIENCE = 2.0
+"""Seconds of trying the model out after which a line says what takes so long."""
 
 QUIET = (1.0, 10.0)
 """Seconds without work after which the durable part of the cache, and then all of it, goes to
@@ -266,27 +269,45 @@ class Engine:
         self._vocabulary = vocabulary_size(model) or len(loaded.tokenizer)
         limit = context_size(model)
         self._context = min(self.options.context or limit, limit)
-        batched = decodes_in_batches(model, cache.blank, self._vocabulary)
-        if not batched:
-            log.warning(
-                "%s decodes one sequence at a time: in a batch its answers would differ",
-                type(model).__module__,
-            )
-        runner = Runner(model, cache, self._vocabulary, running_bytes(model, cache), batched)
-        cache.attach(owned=True)
-        if is_cuda():
-            self.detail = "kernels are being compiled"
-            log.info(self.detail)
-            try:
-                rehearse(runner)
-            except Exception:
-                log.exception("a first prompt could not be tried out; the first ones will be slow")
-            gc.collect()  # a cache is a circle of references, and memory is measured next
+        with self._trying_out():
+            batched = decodes_in_batches(model, cache.blank, self._vocabulary)
+            if not batched:
+                log.warning(
+                    "%s decodes one sequence at a time: in a batch its answers would differ",
+                    type(model).__module__,
+                )
+            runner = Runner(model, cache, self._vocabulary, running_bytes(model, cache), batched)
+            cache.attach(owned=True)
+            if self.options.rehearse:
+                self._rehearse(runner)
+        gc.collect()  # a cache is a circle of references, and memory is measured next
         room = self.options.room or auto_size()
         self._loop = Loop(runner, Scheduler(self.options.max_batch, room))
         self._loaded = loaded
         self._state, self.detail = "ready", ""
         self._settled.set()
+
+    def _rehearse(self, runner: Runner) -> None:
+        try:
+            rehearse(runner)
+        except Exception:
+            log.exception("a first prompt could not be tried out; the first ones will be slow")
+
+    @contextmanager
+    def _trying_out(self) -> Iterator[None]:
+        """All that MLX compiles for a request, it compiles in here."""
+        self.detail = "the model is being tried out"
+        slow = threading.Timer(
+            PATIENCE,
+            log.info,
+            ["%s; on the first start on a machine this compiles, once", self.detail],
+        )
+        slow.daemon = True
+        slow.start()
+        try:
+            yield
+        finally:
+            slow.cancel()
 
     def _wait_for_work(self) -> bool:
         """Blocks while there is nothing to do; false once it is time to go."""

@@ -809,11 +809,10 @@ def test_a_model_that_does_not_load_is_said_to_fail() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])
-def test_on_cuda_a_prompt_is_tried_out_before_anybody_asks(
+def test_prompts_are_tried_out_before_anybody_asks(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All that a request runs is compiled then, the restore of a hit too; nothing of it stays."""
-    monkeypatch.setattr(engine_module, "is_cuda", lambda: True)
     restored: list[int] = []
     used: weakref.WeakSet[PrefixCache] = weakref.WeakSet()
     built = PrefixCache.acquire
@@ -825,10 +824,13 @@ def test_on_cuda_a_prompt_is_tried_out_before_anybody_asks(
         return lease
 
     monkeypatch.setattr(PrefixCache, "acquire", acquire)
-    with engine(zoo.tiny(name)) as server:
-        assert len(restored) == 2
+    with engine(zoo.tiny(name), rehearse=True) as server:
+        assert len(restored) == 3
         assert restored[0] == 0
-        assert restored[1] >= rehearsal.REHEARSED - 2 * rehearsal.APART
+        many, few = rehearsal.MANY, rehearsal.FEW
+        longest = rehearsal.REHEARSED_ON_CPU
+        assert longest - 2 * (many + few) <= restored[1] < longest - many
+        assert longest - 2 * few <= restored[2] < longest - few
         assert server.stats().prefilled_tokens == 0
         assert server.cache.stats().held == 0
         assert not used
@@ -850,9 +852,8 @@ def test_a_rehearsal_that_fails_is_logged(
             during.setattr(Batch, where, fail)
             rehearse(given)
 
-    monkeypatch.setattr(engine_module, "is_cuda", lambda: True)
     monkeypatch.setattr(engine_module, "rehearse", rehearsed)
-    with engine(zoo.tiny("llama")) as server:
+    with engine(zoo.tiny("llama"), rehearse=True) as server:
         assert answer(server, prompt(60)).prefilled_tokens == 60
     assert "no compiler" in caplog.text
 

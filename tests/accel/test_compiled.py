@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .machine import Machine
+from tests.machine import Machine
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="MLX compiles elsewhere there"),

@@ -7,8 +7,9 @@ import numpy as np
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.model import context_size
+from rewarm.values import Sampling
 
-from .request import Request, Sampling, Silent
+from .request import Request, Silent
 from .runner import Runner, Sequence
 
 REHEARSED, REHEARSED_ON_CPU = 403, 139

@@ -80,7 +80,9 @@ def _walk(path: Path) -> Path:
             found = os.lstat(step)
         except FileNotFoundError:
             # Whatever the umask: what others could write in would be refused the next time.
-            os.mkdir(step, 0o755 if left else 0o700)
+            mode = 0o755 if left else 0o700
+            os.mkdir(step, mode)
+            step.chmod(mode)
             found = os.lstat(step)
         if not stat.S_ISLNK(found.st_mode):
             at = step

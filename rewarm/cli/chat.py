@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import signal
@@ -16,10 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from rewarm.engine import Engine, Request
-from rewarm.errors import InvalidPrompt, NotReady, RewarmError
+from rewarm.errors import InvalidPrompt, NotPrivate, NotReady, RewarmError
+from rewarm.private import check_file, private_folder
 from rewarm.prompt.parse.answer import Answer, Piece
 from rewarm.prompt.render.renderer import ChatRenderer, Prompt
 from rewarm.values import Cost, Finish, Message, Sampled, Sampling
+
+log = logging.getLogger("rewarm")
 
 HELP = """\
 /reset          forget the conversation
@@ -274,15 +278,27 @@ def _history() -> Iterator[None]:
     except ImportError:
         yield
         return
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    path = state / "rewarm" / "history"
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
+    path = None
+    try:
+        path = _history_file()
         readline.read_history_file(path)
+    except NotPrivate as error:
+        log.warning("what is typed is not kept: %s", error)
+    except OSError:
+        pass
     readline.set_history_length(1000)
     try:
         yield
     finally:
-        with suppress(OSError):
-            readline.write_history_file(path)
+        if path is not None:
+            with suppress(OSError):
+                readline.write_history_file(path)
+
+
+def _history_file() -> Path:
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    path = private_folder(state / "rewarm") / "history"
+    if path.is_symlink() or path.exists():
+        check_file(path)
+    path.touch(mode=0o600)
+    return path

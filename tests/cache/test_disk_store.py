@@ -28,7 +28,7 @@ import xxhash
 
 from rewarm.cache.tiers.disk import files, sweep
 from rewarm.cache.tiers.disk.files import Written
-from rewarm.cache.tiers.disk.guard import SUSPECT
+from rewarm.cache.tiers.disk.folder import SUSPECT
 from rewarm.cache.tiers.disk.index import FORMAT
 from rewarm.cache.tiers.disk.records import (
     AddNode,

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+
 from rewarm.engine.decode.sampling import min_p, top_k, top_p
 
 SHARES = (0.01, 0.3, 0.5, 0.9, 0.999)

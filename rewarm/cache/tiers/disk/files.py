@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from rewarm.private import check_folder
+
 log = logging.getLogger("rewarm")
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -46,6 +48,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 SUFFIX, TEMPORARY = ".safetensors", ".tmp"
 OURS = re.compile(r"[0-9a-f]{32}\.(safetensors|tmp)")
+SHARD = re.compile(r"[0-9a-f]{2}")
 ALIGNED = 64
 """Where the data begins, so that arrays are aligned for every dtype."""
 BLOCK = 1 << 20
@@ -77,8 +80,7 @@ def make_folder(path: Path) -> None:
         path.chmod(0o700)
         sync_folder(path.parent)
     except FileExistsError:
-        if not path.is_dir():
-            raise
+        check_folder(path)
 
 
 def sync_folder(path: Path) -> None:
@@ -237,7 +239,7 @@ def check(folder: Path, written: Written) -> None:
 
 @contextmanager
 def _opened(folder: Path, written: Written) -> Iterator[int]:
-    fd = os.open(place(folder, written.name), os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(place(folder, written.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size
         if size != written.nbytes:
@@ -277,4 +279,4 @@ def size_of(path: Path | str) -> int:
 
 def is_damage(error: OSError) -> bool:
     """A bad block is damage; too many open files, or a folder that went away, is not."""
-    return error.errno in (errno.ENOENT, errno.EIO, errno.EISDIR)
+    return error.errno in (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ELOOP)

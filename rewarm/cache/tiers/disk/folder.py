@@ -1,4 +1,4 @@
-"""The folder of a store: who has it, what was set aside in it, and why it cannot be used."""
+"""The folder of a store: whose it is, who has it, what was set aside, why it cannot be used."""
 
 from __future__ import annotations
 
@@ -12,22 +12,46 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from .files import make_folder, size_of
+from rewarm.errors import NotPrivate
+from rewarm.private import check_file, check_folder, private_folder
+
+from .files import SHARD, make_folder, size_of
 
 QUARANTINE_SHARE = 8
 """The quarantine keeps at most this part of the store's limit; the oldest goes first."""
 
 
-def prepare(folder: Path) -> None:
-    made = not folder.exists()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # A folder of somebody else's things keeps its mode: what we put into it is closed anyway.
-    if made or not any(folder.iterdir()) or (folder / "lock").exists():
+PAYLOADS, QUARANTINE, LOCK, INDEX = "payloads", "quarantine", "lock", "index.sqlite"
+SUSPECT = "suspect"
+"""A file that tells the next start of damage that a quick check does not see."""
+
+
+def prepare(folder: Path) -> Path:
+    """Make a folder for a store, or check one that is there; return where it really lies.
+
+    What lies in it under our names is checked as well: others may have been able to write in it
+    until a moment ago. From here on nobody else can change any of it."""
+    folder = private_folder(folder)
+    # A folder with other things in it keeps its mode: what we put into it is closed anyway.
+    if not any(folder.iterdir()) or (folder / LOCK).exists():
         with suppress(PermissionError):
             folder.chmod(0o700)
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # a process that has the folder removed it
+            if path.name in (PAYLOADS, QUARANTINE):
+                check_folder(path)
+            elif path.name in (LOCK, SUSPECT) or path.name.startswith(INDEX):
+                check_file(path)
+    with suppress(FileNotFoundError):
+        for shard in (folder / PAYLOADS).iterdir():
+            if SHARD.fullmatch(shard.name):
+                check_folder(shard)
+    return folder
 
 
 def why_not(folder: Path, error: Exception) -> str:
+    if isinstance(error, NotPrivate):
+        return f"no cache can be kept in {folder}: {error}"
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.EEXIST, errno.ENOTDIR):
         why = "it is not a folder: choose another place"
@@ -101,8 +125,9 @@ class FolderLock:
     """Ours from here to `release`, or to the end of the process, however it ends."""
 
     def __init__(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
+            check_file(path, os.fstat(fd))
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -11,14 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .files import Damaged
-from .folder import Quarantine
+from .folder import INDEX, SUSPECT, Quarantine
 from .index import FULL, NOT_DAMAGE, Index, code_of
 from .records import StoreBroken, StoreError
 
 log = logging.getLogger("rewarm")
-
-SUSPECT = "suspect"
-"""A file that tells the next start of damage that a quick check does not see."""
 
 
 class Guard:
@@ -29,7 +26,7 @@ class Guard:
         """Whether there was no index that could be used."""
         self._closed = False
         self._lock = threading.RLock()
-        self.index = self._open(folder / "index.sqlite", quarantine, limit)
+        self.index = self._open(folder / INDEX, quarantine, limit)
 
     def _open(self, path: Path, quarantine: Quarantine, limit: int) -> Index:
         marker = self.folder / SUSPECT

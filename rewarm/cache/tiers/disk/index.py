@@ -130,7 +130,7 @@ class Index:
 
         Raises `Damaged` for an index that cannot be used, and `OSError` or `sqlite3.Error` for one
         that can perhaps be used another time."""
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        os.close(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
         try:
             wanted = limit // LOG_SHARE // PAGE

@@ -21,7 +21,7 @@ from typing import Any
 
 from . import files
 from .files import Arrays, Damaged, Entry
-from .folder import FolderLock, Held, Quarantine, prepare, why_not
+from .folder import LOCK, PAYLOADS, QUARANTINE, FolderLock, Held, Quarantine, prepare, why_not
 from .guard import Guard
 from .index import Index
 from .records import (
@@ -70,7 +70,7 @@ class Store:
         self._ids = threading.Lock()
         self._folder_lock = lock
         self._quarantine = quarantine
-        self._payloads = folder / "payloads"
+        self._payloads = folder / PAYLOADS
         files.make_folder(self._payloads)
         self._pending: dict[int, PayloadRow] = {}
         self._fresh: set[str] = set()
@@ -86,12 +86,11 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path, *, limit: int, reserve: int = 1 << 30) -> Store:
-        folder = Path(folder).absolute()
         lock = None
         try:
-            prepare(folder)
-            lock = FolderLock(folder / "lock")
-            return cls(folder, limit, reserve, lock, Quarantine(folder / "quarantine", limit))
+            folder = prepare(Path(folder))
+            lock = FolderLock(folder / LOCK)
+            return cls(folder, limit, reserve, lock, Quarantine(folder / QUARANTINE, limit))
         except Held as holder:
             raise StoreHeld(
                 f"{folder} is held by {holder}: stop it, or choose another folder"

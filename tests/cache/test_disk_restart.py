@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import signal
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +19,12 @@ import numpy as np
 import pytest
 
 from rewarm import PrefixCache, Session
+from rewarm.cache.tiers.disk import files
+from rewarm.cache.tiers.disk.store import Store
 from rewarm.loading import load
 from rewarm.session import Reply
 from tests import zoo
-from tests.cache.test_disk import cache_on
+from tests.cache.test_disk import Watch, cache_on
 from tests.cache.test_disk_store import processes
 from tests.conftest import SOAK
 from tests.support import cold, divergence, prompt, run
@@ -178,3 +184,95 @@ def test_a_kill_loses_nothing_flushed_and_serves_nothing_wrong(tmp_path: Path) -
         kept.close()
     assert flushed, "no kill ever came after a flush: the test shows nothing"
     assert hits, "nothing ever came from disk: the test shows nothing"
+
+
+# The limit, in a loop of crashes
+
+CRASH_LIMIT = 1_000_000
+WRITES = 3
+"""Files that each process completes before it dies: it lives for less than a second."""
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_half_a_file() -> None:
+    made = 0
+
+    def rename(source: Path, target: Path) -> None:
+        nonlocal made
+        made += target.suffix == files.SUFFIX
+        if made > WRITES:
+            die()
+        real(source, target)
+
+    real, os.rename = os.rename, rename  # type: ignore[assignment]
+
+
+def die_with_a_file_that_the_index_does_not_know() -> None:
+    made = 0
+
+    def sync(folder: Path) -> None:
+        nonlocal made
+        made += len(folder.name) == 2
+        if made > WRITES:
+            die()
+
+    files.sync_folder = sync
+
+
+def die_with_files_that_the_index_has_forgotten() -> None:
+    files.remove = lambda *_: die()
+
+
+def write_and_die(folder: str, seed: int, prepare: Callable[[], None], pipe: Connection) -> None:
+    prepare()
+    model = zoo.tiny("llama")
+    kept = cache_on(Path(folder), model, memory="1MB", disk_size=str(CRASH_LIMIT))
+    for number in range(seed * 100, seed * 100 + 20):
+        run(model, kept, prompt(200, number, zoo.vocabulary("llama")))
+        kept.flush()
+        pipe.send(number)
+    die()
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        die_with_half_a_file,
+        die_with_a_file_that_the_index_does_not_know,
+        die_with_files_that_the_index_has_forgotten,
+    ],
+)
+def test_the_limit_is_kept_in_a_loop_of_crashes(
+    prepare: Callable[[], None], tmp_path: Path
+) -> None:
+    orphans = 0
+    for seed in range(200 if SOAK else 8):
+        ours, theirs = processes.Pipe(duplex=False)
+        with Watch(tmp_path) as watch:
+            child = processes.Process(
+                target=write_and_die, args=(str(tmp_path), seed, prepare, theirs)
+            )
+            child.start()
+            theirs.close()
+            child.join()
+        assert child.exitcode == -signal.SIGKILL
+        assert watch.most <= CRASH_LIMIT + watch.largest  # a file that is renamed is seen twice
+        held = [p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()]
+        assert sum(held) <= CRASH_LIMIT, f"crash {seed}"
+        ours.close()
+        orphans += held_by_nobody(tmp_path)
+    assert orphans >= 4, "no crash left anything: the test shows nothing"
+
+
+def held_by_nobody(folder: Path) -> int:
+    """Files that the index does not know, looked for in a copy."""
+    copy = Path(tempfile.mkdtemp())
+    try:
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        with Store.open(copy, limit=1 << 40, reserve=0) as kept:
+            return kept.verify().orphans
+    finally:
+        shutil.rmtree(copy)

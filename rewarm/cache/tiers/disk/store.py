@@ -181,6 +181,7 @@ class Store:
     def put_payload(self, arrays: Arrays, span: Span | None) -> StoredPayload:
         """Write a file. It is in nobody's way, and gone after a restart, until it is committed."""
         self.guard.check_usable()
+        self.sweeper.finish()  # room was asked for without what a kill left
         parts, name = files.encode(arrays), files.new_name()
         self._fresh.add(name)
         try:

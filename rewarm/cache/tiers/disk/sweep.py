@@ -1,4 +1,8 @@
-"""Orphans: payload files that no row of the index knows, left by a kill."""
+"""Orphans: payload files that no row of the index knows, left by a kill.
+
+Nobody counts them, so they go before anything is written: in a loop of crashes each process would
+otherwise fill the disk up to its limit beside what the ones before it left.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from . import files
 from .records import StoreError
 
 SWEEP_AFTER = 5.0
-"""Seconds from opening to the look for orphans: whoever opened has better things to read first."""
+"""Seconds from opening to the look for orphans, or until something is to be written: whoever opened
+has better things to read first."""
 
 
 class Sweeper:
@@ -23,7 +28,8 @@ class Sweeper:
         """What has been found and not yet removed."""
         self._folder = folder
         self._known = known
-        self._stop = threading.Event()
+        self._stop = False
+        self._hurry = threading.Event()
         wait = 0.0 if at_once else SWEEP_AFTER
         self.thread = threading.Thread(
             target=self._run, args=(wait,), name="rewarm-sweep", daemon=True
@@ -42,16 +48,23 @@ class Sweeper:
         sizes = {path: files.size_of(path) for path in paths}
         self.nbytes = sum(sizes.values())
         for path, size in sizes.items():
-            if self._stop.is_set():
+            if self._stop:
                 return
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-            self.nbytes -= size
+                self.nbytes -= size
 
     def _run(self, wait: float) -> None:
-        if not self._stop.wait(wait):
+        self._hurry.wait(wait)
+        if not self._stop:
             with suppress(StoreError, OSError):
                 self.remove(self.find())
 
+    def finish(self) -> None:
+        """Wait until the first look is over, and begin it now."""
+        self._hurry.set()
+        self.thread.join()
+
     def stop(self) -> None:
-        self._stop.set()
+        self._stop = True
+        self._hurry.set()

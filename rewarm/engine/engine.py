@@ -6,12 +6,13 @@ import gc
 import itertools
 import logging
 import math
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ordered
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -49,6 +50,9 @@ PATIENCE = 2.0
 QUIET = (1.0, 10.0)
 """Seconds without work after which the durable part of the cache, and then all of it, goes to
 disk."""
+
+LAST_STEPS = 10.0
+"""Seconds that a thread has at most for what is left to do once its work is over."""
 
 
 class Loaded(NamedTuple):
@@ -229,6 +233,7 @@ class Engine:
             self._wake.notify()
         if self._thread.ident:
             self._thread.join()
+            _await_end(self._thread)
         else:
             self._state, self.detail = "stopped", "the server was stopped"
 
@@ -248,6 +253,7 @@ class Engine:
             log.error("the model could not be loaded", exc_info=None if known else error)
             self._state, self.detail = "failing", f"the model could not be loaded: {error}"
             self._settled.set()
+            _end_streams()
             return
         with wired_limit(self._ready().model, cast("list[mx.Stream]", [generation_stream])):
             while self._wait_for_work():
@@ -356,7 +362,25 @@ class Engine:
         self._ready().cache.flush()
         with mx.stream(cast(mx.Stream, generation_stream)):
             evaluate(self._ready().model)  # what is left lazy could never be evaluated elsewhere
-        # A stream's thread that is still at work when the process ends would abort it.
-        mx.synchronize(cast(mx.Stream, generation_stream))
-        mx.clear_streams()
+        _end_streams()
         self._state, self.detail = "stopped", "the server was stopped"
+
+
+def _end_streams() -> None:
+    """Wait for what this thread gave to MLX: a process that ends meanwhile aborts, or never ends.
+
+    A load that failed may have left work behind, too."""
+    with suppress(RuntimeError):  # what fails there belongs to nobody any more
+        mx.synchronize(cast(mx.Stream, generation_stream))
+    mx.clear_streams()
+
+
+def _await_end(thread: threading.Thread) -> None:
+    """Wait until the system has ended a thread that was joined.
+
+    Up to Python 3.12, `join` returns before. The thread then frees what MLX keeps for each thread
+    (the random key, which every new model uses) and takes Python's lock for it. Where Python is
+    ending by then, glibc aborts the process: "terminate called without an active exception"."""
+    deadline = time.monotonic() + LAST_STEPS
+    while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < deadline:
+        time.sleep(0.001)

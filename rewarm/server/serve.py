@@ -106,6 +106,7 @@ def serve(
     threading.Thread(target=watch, name="rewarm-watch", daemon=True).start()
     server.run(sockets=[listener])
     if engine.failed_to_load:
+        engine.stop()  # uvicorn may have ended before it was told to: then nobody has
         raise NotReady(engine.detail)
 
 

@@ -1,4 +1,12 @@
-"""Fixes what the tests' bits and speed depend on, before anything imports MLX."""
+"""Fix what the bits and the speed of the tests depend on, before anything imports MLX.
+
+Three sets (docs/testing.md):
+- `make test`: all tests but those marked `integration`, on inputs that tests/corpus generates;
+- `make integration`: those marked `integration` (they need a neighbour, such as a browser), and
+  those marked `corpus` again, on recorded inputs (REWARM_CORPUS=recorded);
+- `make soak`: both, each test with its whole range instead of a sample (REWARM_SOAK=1).
+In each, a skip fails unless tests/sets.py expects its reason on this machine.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +30,10 @@ for place in cpu.COMPILED:
     import_module(replace.MODELS + place.module)
 accel.install()
 
+from .sets import (  # noqa: E402, F401
+    pytest_make_collect_report,
+    pytest_runtest_makereport,
+)
 from .support_server import Running, running  # noqa: E402 (models are imported once that is done)
 
 SOAK = os.environ.get("REWARM_SOAK") == "1"

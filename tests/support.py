@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from rewarm.cache import Lease, PrefixCache
 from rewarm.cache.payload import PackedState, Rows
@@ -20,15 +17,6 @@ Logits = npt.NDArray[np.float32]
 Prompt = npt.NDArray[np.int32]
 
 CHUNK = 32
-
-
-def shared(path: str) -> Path:
-    """A file that lies beside the project; the test is skipped where it does not."""
-    root = Path(os.environ.get("REWARM_SHARED", Path(__file__).parents[2] / "shared"))
-    found = root / path
-    if not found.exists():
-        pytest.skip(f"{path} is not there: set REWARM_SHARED to the folder that holds it")
-    return found
 
 
 def prompt(length: int, seed: int = 0, vocabulary: int = 512) -> Prompt:

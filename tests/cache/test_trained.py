@@ -1,4 +1,4 @@
-"""Real, trained, tiny models that lie beside the project."""
+"""Trained models: Pocket, which is built in, and tiny ones that others published."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import rewarm
 from rewarm import PrefixCache, Session
 from rewarm.cache import PrefixCache as Cache
-from tests.support import Counted, cold, run, shared
+from tests.sets import shared
+from tests.support import Counted, cold, run
 
 TEXT = (
     '"in the beginning there was a harbour, and the harbour had a keeper, who knew every boat by '
@@ -19,20 +20,27 @@ TEXT = (
 )
 
 
-def rwkv() -> Any:
-    return rewarm.load(shared("fixtures/rwkv7-tiny")).model
+PUBLISHED = "fixtures/rwkv7-tiny"
+MODELS = ("pocket", pytest.param(PUBLISHED, marks=pytest.mark.integration))
+
+
+def loaded(name: str) -> tuple[Any, Any]:
+    """Return a model and its tokenizer."""
+    model, tokenizer = rewarm.load(name if name == "pocket" else shared(name))
+    return model, tokenizer
 
 
 def tokens_of(text: str) -> Any:
     return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)  # one byte is one token
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("reuse", ["fast", "exact"])
 def test_cached_logits_are_the_published_ones(reuse: Any) -> None:
     """The model's authors published the logits after the bytes `"in`."""
-    model = rwkv()
+    model, _ = loaded(PUBLISHED)
     published = np.fromfile(
-        shared("fixtures/rwkv7-tiny/expected-logits-7v0-834K.bin"), dtype=np.float32
+        shared(f"{PUBLISHED}/expected-logits-7v0-834K.bin"), dtype=np.float32
     )
     cache = PrefixCache(model, memory="64MB", reuse=reuse, chunk=16)
     prompt = tokens_of('"in')
@@ -44,12 +52,14 @@ def test_cached_logits_are_the_published_ones(reuse: Any) -> None:
     assert np.array_equal(first.logits, again.logits)
 
 
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("reuse", ["fast", "exact"])
-def test_cached_and_uncached_log_probabilities_are_equal(reuse: Any) -> None:
-    model = rwkv()
+def test_cached_and_uncached_log_probabilities_are_equal(reuse: Any, name: str) -> None:
+    model, tokenizer = loaded(name)
     cache = Cache(model, memory="64MB", reuse=reuse, chunk=16)
-    for length in (60, 120, 90, len(TEXT), 120):
-        prompt = tokens_of(TEXT[:length])
+    tokens = tokens_of(TEXT) if name == PUBLISHED else np.array(tokenizer.encode(TEXT), np.int32)
+    for share in (3, 6, 4, 9, 6):
+        prompt = tokens[: len(tokens) * share // 9]
         got, expected = run(model, cache, prompt), cold(model, prompt, like=cache)
         if reuse == "exact":
             assert np.array_equal(got.logits, expected.logits)
@@ -62,6 +72,7 @@ def log_softmax(logits: Any) -> Any:
     return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
 
 
+@pytest.mark.integration
 def test_a_story_goes_on_the_same_from_the_cache() -> None:
     model, tokenizer = rewarm.load(shared("fixtures/stories260k"))
     counted = Counted(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,10 +12,12 @@ import pytest
 from mlx_lm.models import qwen3_5
 
 from rewarm.cache.tree import agreement, encode
+from tests import corpus
 from tests.chats import tokenizer_of
 from tests.conftest import SOAK
-from tests.support import shared
 from tests.support_server import Running, running
+
+pytestmark = pytest.mark.corpus
 
 WORDS = (  # noqa: SIM905
     "harbour tide boat crane quay lantern rope anchor market mackerel storm pilot ledger ferry "
@@ -108,7 +109,7 @@ class Counting:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return tokenizer_of("qwen3.5")
+    return tokenizer_of("chatml")
 
 
 @contextmanager
@@ -164,11 +165,9 @@ def test_the_same_prompt_three_times(tokenizer: Any) -> None:
         assert work.amplification <= 1.02
 
 
-def test_recorded_agents_replayed_turn_by_turn(tokenizer: Any) -> None:
-    trace = json.loads(shared("traces/tau-bench/gpt-4o-airline.json").read_text())
+def test_agents_with_tools_replayed_turn_by_turn(tokenizer: Any) -> None:
     with counting(tokenizer, warm_ahead=False) as work:
-        for conversation in trace[: 20 if SOAK else 4]:
-            messages = conversation["traj"]
+        for messages in corpus.conversations(20 if SOAK else 4):
             for i, message in enumerate(messages):
                 if message["role"] == "assistant":
                     work.chat(messages[:i], max_tokens=2)

@@ -1,4 +1,4 @@
-"""What breaks caches, put into recorded conversations: named, with its cost and the way out."""
+"""What breaks caches, put into conversations: named, with its cost and the way out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests import recorded
+from tests import agents
 from tests.explaining import ask, explain
 from tests.support_server import END, running
+
+pytestmark = pytest.mark.corpus
 
 MONDAY, FRIDAY = "2024-05-13 09:12:44", "2024-05-17 18:03:01"
 
@@ -57,7 +59,7 @@ def saved(client: httpx.Client, sent: dict[str, Any], fixed: dict[str, Any]) -> 
     ],
 )
 def test_a_timestamp_early_in_the_prompt(client: httpx.Client, first: str, second: str) -> None:
-    body = recorded.request()
+    body = agents.request()
     ask(client, with_system(body, first))
     sent = with_system(next_turn(body), second)
     advice = only_advice(client, sent)
@@ -77,7 +79,7 @@ def test_a_timestamp_early_in_the_prompt(client: httpx.Client, first: str, secon
     ],
 )
 def test_a_random_id_early_in_the_prompt(client: httpx.Client, first: str, second: str) -> None:
-    body = recorded.request()
+    body = agents.request()
     ask(client, with_system(body, f"<{first}> "))
     sent = with_system(body, f"<{second}> ")
     advice = only_advice(client, sent)
@@ -87,27 +89,27 @@ def test_a_random_id_early_in_the_prompt(client: httpx.Client, first: str, secon
 
 
 def test_tools_in_another_order(client: httpx.Client) -> None:
-    tools = recorded.tools()
-    ask(client, recorded.request(tools=tools))
-    sent = recorded.request(tools=tools[::-1])
+    tools = agents.tools()
+    ask(client, agents.request(tools=tools))
+    sent = agents.request(tools=tools[::-1])
     advice = only_advice(client, sent)
     assert (advice["pattern"], advice["field"]) == ("tools_order", "tools")
     assert advice["sent"] == tools[-1]["function"]["name"]
-    assert advice["tokens"] == saved(client, sent, recorded.request(tools=tools))
+    assert advice["tokens"] == saved(client, sent, agents.request(tools=tools))
     assert "sort them" in advice["text"]
 
 
 def test_json_keys_in_another_order_in_the_tools(client: httpx.Client) -> None:
-    tools = recorded.tools()
-    ask(client, recorded.request(tools=tools))
+    tools = agents.tools()
+    ask(client, agents.request(tools=tools))
     turned = json.loads(json.dumps(tools, sort_keys=True))
     assert json.dumps(turned) != json.dumps(tools)
-    advice = only_advice(client, recorded.request(tools=turned))
+    advice = only_advice(client, agents.request(tools=turned))
     assert (advice["pattern"], advice["field"]) == ("json_keys", "tools")
 
 
 def test_json_keys_in_another_order_in_a_call(client: httpx.Client) -> None:
-    body = recorded.request()
+    body = agents.request()
     call = body["messages"][6]["tool_calls"][0]["function"]
     call["arguments"] = '{"user_id": "mia_li_3668", "full": true}'
     ask(client, body)
@@ -120,7 +122,7 @@ def test_json_keys_in_another_order_in_a_call(client: httpx.Client) -> None:
 
 
 def test_json_keys_in_another_order_in_a_result(client: httpx.Client) -> None:
-    body = recorded.request()
+    body = agents.request()
     result = {"name": "Mia", "email": "mia@example.com", "gold": False, "bags": [1, 2]}
     body["messages"][7]["content"] = json.dumps(result)
     ask(client, body)
@@ -131,7 +133,7 @@ def test_json_keys_in_another_order_in_a_result(client: httpx.Client) -> None:
 
 
 def test_a_history_that_was_trimmed_at_the_front(client: httpx.Client) -> None:
-    body = recorded.request()
+    body = agents.request()
     ask(client, body)
     whole = next_turn(body)["messages"]
     sent = {**body, "messages": [whole[0], *whole[3:]]}
@@ -147,7 +149,7 @@ def test_thinking_that_is_not_sent_back_in_a_tool_loop() -> None:
     """The next step of the loop was warmed ahead with it."""
     thought = "The user wants a flight, so I look up who that is before anything else is done."
     call = '<tool_call>{"name": "get_user_details", "arguments": {"user_id": "mia"}}</tool_call>'
-    body = recorded.request(messages=6, max_tokens=500, tools=recorded.tools())
+    body = agents.request(messages=6, max_tokens=500, tools=agents.tools())
     with running() as server, server.client() as client:
         with server.says(f"{thought}</think>{call}{END}"):
             answer = ask(client, body)["choices"][0]["message"]
@@ -171,7 +173,7 @@ def test_thinking_that_is_not_sent_back_in_a_tool_loop() -> None:
 def test_thinking_that_one_request_has_and_another_has_not(
     client: httpx.Client, first: str
 ) -> None:
-    bare = recorded.request(messages=8)  # within a tool loop, where it counts
+    bare = agents.request(messages=8)  # within a tool loop, where it counts
     call = len(bare["messages"]) - 2
     thinks = json.loads(json.dumps(bare))
     thinks["messages"][call]["reasoning_content"] = "First I look up who that is."
@@ -184,19 +186,19 @@ def test_thinking_that_one_request_has_and_another_has_not(
 
 
 def test_a_system_prompt_that_differs_per_request(client: httpx.Client) -> None:
-    body = recorded.request(messages=2)
+    body = agents.request(messages=2)
     ask(client, with_system(body, "You speak with Mia Li, a gold member. "))
-    sent = with_system(recorded.request(1, messages=2), "You speak with Raj Rossi, who is new. ")
+    sent = with_system(agents.request(1, messages=2), "You speak with Raj Rossi, who is new. ")
     advice = only_advice(client, sent)
     assert (advice["pattern"], advice["message"], advice["role"]) == ("system_prompt", 0, "system")
     assert "Raj Rossi" in advice["sent"]
     assert "Mia Li" in advice["stored"]
-    assert advice["tokens"] >= recorded.SYSTEM - 100
+    assert advice["tokens"] >= agents.SYSTEM - 100
 
 
 def test_one_pattern_behind_another_is_found_too(client: httpx.Client) -> None:
-    tools = recorded.tools()
-    body = recorded.request(tools=tools)
+    tools = agents.tools()
+    body = agents.request(tools=tools)
     ask(client, with_system(body, f"Now: {MONDAY}. "))
     sent = with_system({**body, "tools": tools[::-1]}, f"Now: {FRIDAY}. ")
     explained = explain(client, sent)
@@ -206,24 +208,21 @@ def test_one_pattern_behind_another_is_found_too(client: httpx.Client) -> None:
 
 
 def test_no_advice_where_nothing_is_wrong(client: httpx.Client) -> None:
-    body = recorded.request()
+    body = agents.request()
     ask(client, body)
     assert explain(client, body)["advice"] == []
     assert explain(client, next_turn(body))["advice"] == []
     # Another conversation of the same application, and another application.
-    assert explain(client, recorded.request(1))["advice"] == []
+    assert explain(client, agents.request(1))["advice"] == []
     other = {"messages": [{"role": "user", "content": "Write a poem about the sea. " * 20}]}
     assert explain(client, other)["advice"] == []
 
 
-@pytest.mark.parametrize("mine", [None, "mine"])
-@pytest.mark.parametrize("yours", ["yours", None])
+@pytest.mark.parametrize(("mine", "yours"), [(None, "yours"), ("mine", "yours"), ("mine", None)])
 def test_another_tenants_words_are_never_shown(
     client: httpx.Client, mine: str | None, yours: str | None
 ) -> None:
-    if mine == yours:
-        pytest.skip("the same tenant")
-    body = recorded.request()
+    body = agents.request()
     secret = with_system(body, f"Now: {MONDAY}. The word is ZIRKONIUM. ")
     ask(client, secret | ({"cache_salt": mine} if mine else {}))
     prying = with_system(body, f"Now: {FRIDAY}. The word is ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -13,7 +12,11 @@ from rewarm.generate.place import Place, place_of
 from rewarm.prompt.messages import normalised
 from rewarm.prompt.render.renderer import ChatRenderer
 from rewarm.prompt.text import common_tokens
-from tests.chats import TOOLS, assistant, call, result, system, template_names, tokenizer_of, user
+from tests import corpus
+from tests.chats import TOOLS, assistant, call, result, system, tokenizer_of, user
+from tests.conftest import SOAK
+
+pytestmark = pytest.mark.corpus
 
 CHAT = [
     system("You keep the harbour. Answer briefly, and only what you know for sure."),
@@ -48,13 +51,15 @@ def changed(chat: list[dict[str, Any]], words: str) -> list[dict[str, Any]]:
 
 
 def names() -> list[str]:
-    found = template_names()
-    return found if os.environ.get("REWARM_SOAK") else found[::7]
+    found = corpus.template_names()
+    if corpus.RECORDED:
+        return found if SOAK else found[::7]
+    return [name for name in found if name not in corpus.NO_TOOLS]
 
 
 @pytest.mark.parametrize("template", names())
 def test_a_change_is_found_in_the_message_it_was_made_in(template: str) -> None:
-    tokenizer = tokenizer_of("qwen3.5", template)
+    tokenizer = tokenizer_of("chatml", template)
     renderer = ChatRenderer(tokenizer)
     try:
         first = renderer.render(CHAT)
@@ -78,7 +83,7 @@ def test_a_change_is_found_in_the_message_it_was_made_in(template: str) -> None:
 
 
 def test_thinking_calls_and_tools_have_fields_of_their_own() -> None:
-    tokenizer = tokenizer_of("qwen3.5")
+    tokenizer = tokenizer_of("chatml")
     renderer = ChatRenderer(tokenizer)
     loop = CHAT[:6]
     loop[4] = {**loop[4], "reasoning_content": "It must be in the table, as always."}
@@ -105,7 +110,7 @@ def test_thinking_calls_and_tools_have_fields_of_their_own() -> None:
 
 
 def test_where_the_answer_begins_is_no_message() -> None:
-    tokenizer = tokenizer_of("qwen3.5")
+    tokenizer = tokenizer_of("chatml")
     renderer = ChatRenderer(tokenizer)
     prompt = renderer.render(CHAT[:2])
     found = place_of(tokenizer, prompt, normalised(CHAT[:2]), None, len(prompt.tokens) - 1)

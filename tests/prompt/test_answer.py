@@ -17,6 +17,8 @@ from rewarm.prompt.parse.stops import Stops
 from tests.chats import TOKENIZERS, TOOLS, answering
 from tests.tiny import tiny_tokenizer
 
+pytestmark = pytest.mark.corpus
+
 # Without the null byte, which mlx-lm's detokenizer takes for another character.
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=60)
 
@@ -143,7 +145,7 @@ def test_a_stop_sequence_never_leaks(name: str, before: str, after: str) -> None
 
 def test_a_stop_sequence_is_looked_for_in_the_content_only() -> None:
     text = "I stop to think.</think>\n\nGo on, then stop here."
-    answer = answer_to("qwen3.5", "<|im_start|>assistant\n<think>\n", text, stop=["stop"])
+    answer = answer_to("chatml", "<|im_start|>assistant\n<think>\n", text, stop=["stop"])
     assert answer.reasoning == "I stop to think."
     assert answer.text == "Go on, then "
     assert answer.stopped_by == "stop"
@@ -152,15 +154,15 @@ def test_a_stop_sequence_is_looked_for_in_the_content_only() -> None:
 
 def test_a_stop_sequence_spans_no_call_and_no_thinking() -> None:
     calls = f"Look:\n{qwen_call('Ayr')}\n{qwen_call('Oban')}"
-    answer = answer_to("qwen3.5", "", calls, tools=TOOLS, stop=["\n\n"])
+    answer = answer_to("chatml", "", calls, tools=TOOLS, stop=["\n\n"])
     assert [a["port"] for _, a in functions(answer)] == ["Ayr", "Oban"]
     assert (answer.text, answer.stopped_by) == ("Look:\n\n", None)
-    answer = answer_to("qwen3.5", "", "A ST<think>Hm.</think>OP", stop=["STOP"])
+    answer = answer_to("chatml", "", "A ST<think>Hm.</think>OP", stop=["STOP"])
     assert (answer.text, answer.reasoning, answer.stopped_by) == ("A STOP", "Hm.", None)
 
 
 def test_text_held_back_before_a_call_comes_with_it() -> None:
-    tokenizer = answering("qwen3.5")
+    tokenizer = answering("chatml")
     answer = Answer(tokenizer, [], tools=TOOLS, stop=["\n\n"])
     pieces = said(answer, encoded(tokenizer, f"Look:\n{qwen_call('Ayr')} Done."))
     at = next(i for i, p in enumerate(pieces) if p.calls)
@@ -169,16 +171,16 @@ def test_text_held_back_before_a_call_comes_with_it() -> None:
 
 
 def test_what_was_held_back_comes_at_the_end() -> None:
-    answer = answer_to("qwen3.5", "", "Ends with STO", stop=["STOP"])
+    answer = answer_to("chatml", "", "Ends with STO", stop=["STOP"])
     assert answer.text == "Ends with STO"
     assert answer.stopped_by is None
-    answer = answer_to("qwen3.5", "", "Half a <tool_c")
+    answer = answer_to("chatml", "", "Half a <tool_c")
     assert answer.text == "Half a <tool_c"
     assert answer.finish() == Piece("", "", [], None)
 
 
 def test_a_token_that_ends_the_text_adds_none() -> None:
-    tokenizer = answering("qwen3.5")
+    tokenizer = answering("chatml")
     answer = Answer(tokenizer, [])
     said(answer, [*encoded(tokenizer, "Yes."), tokenizer.eos_token_id])
     assert answer.message() == {"role": "assistant", "content": "Yes."}
@@ -186,19 +188,19 @@ def test_a_token_that_ends_the_text_adds_none() -> None:
 
 def test_raw_text_keeps_its_first_space_and_all_markers() -> None:
     text = " time <think>hm</think><tool_call>x</tool_call>"
-    answer = answer_to("qwen3.5", "Once upon a", text, raw=True)
+    answer = answer_to("chatml", "Once upon a", text, raw=True)
     assert (answer.text, answer.reasoning, answer.calls) == (text, "", [])
-    assert answer_to("qwen3.5", "Once upon a", " time", continued=True).text == " time"
+    assert answer_to("chatml", "Once upon a", " time", continued=True).text == " time"
 
 
 def test_thinking_that_the_template_opened_is_told_apart() -> None:
     opened = "<|im_start|>assistant\n<think>\n"
-    answer = answer_to("qwen3.5", opened, "Hm, hm.\n</think>\n\nYes.")
+    answer = answer_to("chatml", opened, "Hm, hm.\n</think>\n\nYes.")
     assert (answer.reasoning, answer.text) == ("Hm, hm.", "Yes.")
     assert answer.message()["reasoning_content"] == "Hm, hm."
     closed = opened + "\n</think>\n\n"
-    assert answer_to("qwen3.5", closed, "Yes.").text == "Yes."
-    itself = answer_to("qwen3.5", "<|im_start|>assistant\n", "<think>Hm.</think>Yes.")
+    assert answer_to("chatml", closed, "Yes.").text == "Yes."
+    itself = answer_to("chatml", "<|im_start|>assistant\n", "<think>Hm.</think>Yes.")
     assert (itself.reasoning, itself.text) == ("Hm.", "Yes.")
 
 
@@ -211,19 +213,19 @@ def qwen_call(port: str) -> str:
 
 def test_parallel_tool_calls_are_told_apart() -> None:
     text = f"Let me see.\n\n{qwen_call('Ayr')}\n{qwen_call('Öban')}"
-    answer = answer_to("qwen3.5", "", text, tools=TOOLS)
+    answer = answer_to("chatml", "", text, tools=TOOLS)
     assert functions(answer) == [("tide", {"port": "Ayr"}), ("tide", {"port": "Öban"})]
     assert answer.text.strip() == "Let me see."
     assert len({c["id"] for c in answer.message()["tool_calls"]}) == 2
     # The last may be cut off just before its end marker, which ends some models' answers.
-    answer = answer_to("qwen3.5", "", qwen_call("Ayr").removesuffix("</tool_call>"), tools=TOOLS)
+    answer = answer_to("chatml", "", qwen_call("Ayr").removesuffix("</tool_call>"), tools=TOOLS)
     assert functions(answer) == [("tide", {"port": "Ayr"})]
 
 
 @pytest.mark.parametrize("call", ["{", "no call at all", '{"name": 3}', "[1, 2]", '"x"', "null"])
 def test_what_is_no_tool_call_comes_out_as_text(call: str) -> None:
     text = f"a<tool_call>{call}</tool_call>b"
-    assert answer_to("qwen3.5", "", text, tools=TOOLS).text == text
+    assert answer_to("chatml", "", text, tools=TOOLS).text == text
 
 
 def test_a_stumbling_tool_parser_loses_no_text() -> None:
@@ -266,7 +268,7 @@ def test_channels_of_gpt_oss_are_told_apart() -> None:
         "<|start|>assistant<|channel|>commentary<|message|>I will look.<|end|>"
         "<|start|>assistant<|channel|>final<|message|>At noon, a stop.<|return|>"
     )
-    answer = answer_to("gpt-oss", GPT_OSS, text, stop=["stop", "think"])
+    answer = answer_to("harmony", GPT_OSS, text, stop=["stop", "think"])
     assert answer.reasoning == "We need to think."
     assert answer.text == "I will look.At noon, a "
     assert answer.stopped_by == "stop"
@@ -282,20 +284,20 @@ def test_channels_of_gpt_oss_are_told_apart() -> None:
     ],
 )
 def test_tool_calls_of_gpt_oss(header: str) -> None:
-    answer = answer_to("gpt-oss", GPT_OSS, header + '{"port": "Ayr"}<|call|>')
+    answer = answer_to("harmony", GPT_OSS, header + '{"port": "Ayr"}<|call|>')
     assert functions(answer) == [("tide", {"port": "Ayr"})]
     assert answer.text == ""
-    assert answer_to("gpt-oss", GPT_OSS, header + '{"port": "A').text == '{"port": "A'
+    assert answer_to("harmony", GPT_OSS, header + '{"port": "A').text == '{"port": "A'
 
 
 def test_gpt_oss_without_its_format_is_text() -> None:
-    assert answer_to("gpt-oss", GPT_OSS, "Just <b>words</b>.").text == "Just <b>words</b>."
-    assert answer_to("gpt-oss", GPT_OSS, "<|channel|>").text == "<|channel|>"
+    assert answer_to("harmony", GPT_OSS, "Just <b>words</b>.").text == "Just <b>words</b>."
+    assert answer_to("harmony", GPT_OSS, "<|channel|>").text == "<|channel|>"
     begun = GPT_OSS + "<|channel|>final<|message|>The tide"
-    answer = answer_to("gpt-oss", begun, " is high.<|return|>", continued=True)
+    answer = answer_to("harmony", begun, " is high.<|return|>", continued=True)
     assert answer.text == " is high."
     thinking = GPT_OSS + "<|channel|>analysis<|message|>Hm"
-    assert answer_to("gpt-oss", thinking, ", so.<|end|>").reasoning == ", so."
+    assert answer_to("harmony", thinking, ", so.<|end|>").reasoning == ", so."
 
 
 def test_sentencepiece_tokens_that_spell_bytes_come_whole() -> None:

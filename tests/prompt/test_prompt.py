@@ -15,6 +15,7 @@ from rewarm.errors import InvalidPrompt
 from rewarm.prompt.render.renderer import ChatRenderer
 from rewarm.prompt.render.template import checked_options
 from rewarm.values import Message
+from tests import corpus
 from tests.chats import (
     TOKENIZERS,
     TOOLS,
@@ -22,12 +23,13 @@ from tests.chats import (
     call,
     result,
     system,
-    template_names,
     tokenizer_of,
     user,
 )
 from tests.conftest import SOAK
 from tests.tiny import tiny_tokenizer
+
+pytestmark = pytest.mark.corpus
 
 MOST_RENDERS = 16
 
@@ -137,10 +139,8 @@ def test_text_of_earlier_turns_is_not_encoded_again(name: str, every_turn: bool)
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokens_are_those_of_the_template(name: str) -> None:
     """Whatever was rendered before, on every template; contents that look like its markers too."""
-    names = template_names()
-    if not names:
-        pytest.skip("no templates: set REWARM_SHARED to the folder that holds them")
-    for template in names if SOAK else names[TOKENIZERS.index(name) :: 3]:
+    names = corpus.template_names()
+    for template in names[TOKENIZERS.index(name) :: 3] if corpus.RECORDED and not SOAK else names:
         tokenizer = tokenizer_of(name, template)
         renderer = ChatRenderer(tokenizer)
         for turns in range(1, len(NASTY), 1 if SOAK else 4):
@@ -152,7 +152,7 @@ def test_tokens_are_those_of_the_template(name: str) -> None:
                 prompt = renderer.render(chat)
             except Exception:
                 continue
-            if template not in ("trl/idefics3.jinja", "trl/llava_next.jinja"):
+            if template not in corpus.TAKES_PARTS:
                 assert prompt.tokens.tolist() == list(expected), (template, turns)
 
 
@@ -244,7 +244,7 @@ def test_marks_are_where_messages_end() -> None:
             assert told.rstrip().endswith(chat[end.index]["content"].strip())
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "gpt-oss"])
+@pytest.mark.parametrize("name", ["chatml", "harmony"])
 def test_marks_on_messages_without_text_are_kept(name: str) -> None:
     renderer = ChatRenderer(tokenizer_of(name))
     chat = [
@@ -274,7 +274,7 @@ def test_marks_on_messages_without_text_are_kept(name: str) -> None:
 
 
 def test_marks_beside_an_answer_that_is_continued() -> None:
-    renderer = ChatRenderer(tokenizer_of("qwen3.5"))
+    renderer = ChatRenderer(tokenizer_of("chatml"))
     chat = [user("When?"), call("Ayr"), result("12:00"), call("Oban"), result(""), assistant("At ")]
     prompt = renderer.render(chat, TOOLS, continue_final=True, marks=[1, 4])
     told = [renderer.tokenizer.decode(prompt.tokens[:m].tolist()) for m in prompt.marks]
@@ -285,7 +285,7 @@ def test_marks_beside_an_answer_that_is_continued() -> None:
 
 
 def test_a_mark_costs_one_render_and_another_where_its_message_has_no_text() -> None:
-    counting = Counting(tokenizer_of("qwen3.5"))
+    counting = Counting(tokenizer_of("chatml"))
     renderer = ChatRenderer(counting.tokenizer)
     chat = [user("When?"), call(), result("12:00"), call(), result("13:00")]
     counts = []
@@ -316,7 +316,7 @@ def test_an_answer_that_was_begun_is_continued(name: str, text: str) -> None:
 
 def test_on_every_template_an_answer_is_continued_or_refused() -> None:
     done = 0
-    for template in template_names():
+    for template in corpus.template_names():
         renderer = ChatRenderer(tokenizer_of("tiny", template))
         options = {"bos_token": "", "eos_token": ""}
         chat = [user("When?"), assistant("Noon."), user("Sure?"), assistant("Yes, it is")]
@@ -326,7 +326,7 @@ def test_on_every_template_an_answer_is_continued_or_refused() -> None:
             continue
         assert renderer.tokenizer.decode(prompt.tokens.tolist()).endswith("Yes, it is")
         done += 1
-    assert done >= 85 or not template_names()
+    assert done >= (85 if corpus.RECORDED else 12)
 
 
 @pytest.mark.parametrize("last", [user("x"), call(), system("x")])
@@ -338,13 +338,13 @@ def test_only_an_answer_can_be_continued(last: Message) -> None:
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_an_answer_is_continued_from_its_text_only(name: str) -> None:
-    renderer = ChatRenderer(tokenizer_of("qwen3.5"))
+    renderer = ChatRenderer(tokenizer_of("chatml"))
     with pytest.raises(InvalidPrompt, match="only from its text"):
         renderer.render([user("a"), assistant("", **{name: "Hm"})], continue_final=True)
 
 
 def test_where_the_generation_prompt_begins() -> None:
-    renderer = ChatRenderer(tokenizer_of("qwen3.5"))
+    renderer = ChatRenderer(tokenizer_of("chatml"))
     prompt = renderer.render(chat_of(2))
     told = renderer.tokenizer.decode(prompt.tokens[prompt.generation :].tolist())
     assert told == "<|im_start|>assistant\n<think>\n"
@@ -397,7 +397,7 @@ def test_thinking_reaches_a_template_under_any_name(given: str, read: str) -> No
 
 def test_words_and_thinking_before_a_tool_call_of_gpt_oss() -> None:
     """Its template refuses both together, but a model may well have given both."""
-    renderer = ChatRenderer(tokenizer_of("gpt-oss"))
+    renderer = ChatRenderer(tokenizer_of("harmony"))
     answer = {**call(text="I will look."), "reasoning_content": "We need the tide."}
     prompt = renderer.render([user("When?"), answer, result("12:00")], TOOLS)
     told = renderer.tokenizer.decode(prompt.tokens.tolist())
@@ -405,9 +405,9 @@ def test_words_and_thinking_before_a_tool_call_of_gpt_oss() -> None:
     assert "I will look." in told
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "gpt-oss"])
+@pytest.mark.parametrize("name", ["chatml", "harmony"])
 def test_a_developer_message_reaches_the_prompt(name: str) -> None:
-    names = [None, *template_names()[:: 1 if SOAK else 6]]
+    names = [None, *corpus.template_names()[:: 6 if corpus.RECORDED and not SOAK else 1]]
     for template in names:
         renderer = ChatRenderer(tokenizer_of(name, template))
         options = {} if template is None else {"bos_token": "", "eos_token": ""}
@@ -449,7 +449,7 @@ def test_what_is_no_chat_is_refused_by_name(messages: Any, words: str) -> None:
 
 
 def test_a_refusal_carries_the_templates_own_words() -> None:
-    renderer = ChatRenderer(tokenizer_of("qwen3.5"))
+    renderer = ChatRenderer(tokenizer_of("chatml"))
     with pytest.raises(InvalidPrompt, match="System message must be at the beginning"):
         renderer.render([user("a"), system("b"), user("c")])
     with pytest.raises(InvalidPrompt, match="No user query found"):
@@ -530,7 +530,7 @@ def test_a_clock_in_a_prompt_costs_boundaries_but_no_answer() -> None:
 
 
 def test_many_threads_give_what_one_gives() -> None:
-    tokenizer = tokenizer_of("qwen3.5")
+    tokenizer = tokenizer_of("chatml")
     renderer = ChatRenderer(tokenizer)
     chats = [[*chat_of(turns), user(f"And {n}?")] for turns in (1, 3) for n in range(12)]
     alone = [ChatRenderer(tokenizer).render(c) for c in chats]
@@ -543,7 +543,7 @@ def test_many_threads_give_what_one_gives() -> None:
 
 
 def test_messages_of_the_caller_are_not_changed() -> None:
-    renderer = ChatRenderer(tokenizer_of("qwen3.5"))
+    renderer = ChatRenderer(tokenizer_of("chatml"))
     chat = [user("When?"), {**call(), "reasoning": "Hm."}, result("12:00")]
     before = copy.deepcopy(chat)
     renderer.render(chat, TOOLS, marks=[0])

@@ -18,6 +18,7 @@ from rewarm.errors import InvalidPrompt
 from rewarm.prompt.render.encoder import Encoder
 from rewarm.prompt.render.renderer import ChatRenderer, Prompt
 from rewarm.values import Message
+from tests import corpus
 from tests.chats import (
     TOKENIZERS,
     TOOLS,
@@ -25,11 +26,12 @@ from tests.chats import (
     call,
     result,
     system,
-    template_names,
     tokenizer_of,
     user,
 )
 from tests.conftest import SOAK
+
+pytestmark = pytest.mark.corpus
 
 QUESTION = user("When is the tide?")
 
@@ -90,7 +92,7 @@ def pairs() -> list[tuple[str, str, int]]:
     """Every template; in a sample with one of the tokenizers, beginning with one of the cases."""
     return [
         (template, tokenizer, i // len(TOKENIZERS) % len(CASES))
-        for i, template in enumerate(template_names())
+        for i, template in enumerate(corpus.template_names())
         for k, tokenizer in enumerate(TOKENIZERS)
         if (SOAK or i % len(TOKENIZERS) == k) and template not in REFUSE_ALL
     ]

@@ -1,4 +1,4 @@
-"""Boundaries on every real template: each holds for whatever follows, and is as far as it can be.
+"""Boundaries on every template: each holds for whatever follows, and is as far as it can be.
 
 Held against the tokens that `apply_chat_template` gives for many ways in which a chat may go on.
 """
@@ -16,6 +16,7 @@ from rewarm.errors import InvalidPrompt
 from rewarm.prompt.render import boundaries
 from rewarm.prompt.render.renderer import ChatRenderer, Prompt
 from rewarm.values import Message
+from tests import corpus
 from tests.chats import (
     TOKENIZERS,
     TOOLS,
@@ -23,11 +24,12 @@ from tests.chats import (
     call,
     result,
     system,
-    template_names,
     tokenizer_of,
     user,
 )
 from tests.conftest import SOAK
+
+pytestmark = pytest.mark.corpus
 
 NEXT = "jklmnopqr"
 
@@ -60,7 +62,6 @@ ODD = (
     "/x",
     "",
 )
-AS_PARTS = ("trl/idefics3.jinja", "trl/llava_next.jinja")
 SCENARIOS = ("plain", "thinking", "tools", "loop")
 
 
@@ -163,12 +164,16 @@ def _agree(a: Any, b: Any) -> int:
 
 
 def cases() -> list[tuple[str, str, str]]:
-    """Every template in two scenarios, each with one tokenizer; all of them in a soak."""
+    """Every template in every scenario that it renders, each with one tokenizer; of the recorded
+    templates in every second one. All of them in a soak."""
     chosen = []
-    for i, template in enumerate(template_names()):
+    for i, template in enumerate(corpus.template_names()):
         for j, scenario in enumerate(SCENARIOS):
+            if scenario in ("tools", "loop") and template in corpus.NO_TOOLS:
+                continue
             for k, tokenizer in enumerate(TOKENIZERS):
-                if SOAK or ((i + j) % 2 == 0 and (i // 2 + j) % len(TOKENIZERS) == k):
+                sample = (i // 2 + j) % len(TOKENIZERS) == k
+                if SOAK or (sample and ((i + j) % 2 == 0 or not corpus.RECORDED)):
                     chosen.append((template, scenario, tokenizer))
     return chosen
 
@@ -191,7 +196,7 @@ def case_of(template: str, scenario: str, name: str) -> Case:
     tokenizer = tokenizer_of(name, template)
     tools = TOOLS if scenario in ("tools", "loop") else None
     options = options_of(scenario, tokenizer)
-    judge = Judge(tokenizer, tools, options, template in AS_PARTS)
+    judge = Judge(tokenizer, tools, options, template in corpus.TAKES_PARTS)
     renderer = ChatRenderer(tokenizer)
     # Some know no system message.
     for chat in (history(scenario), history(scenario)[1:]):
@@ -269,7 +274,7 @@ def long_chats(scenario: str) -> list[list[Message]]:
 
 @pytest.mark.parametrize(
     ("template", "name"),
-    [(t, TOKENIZERS[i % len(TOKENIZERS)]) for i, t in enumerate(template_names())],
+    [(t, TOKENIZERS[i % len(TOKENIZERS)]) for i, t in enumerate(corpus.template_names())],
 )
 def test_what_the_end_of_a_long_chat_shows_is_what_all_of_it_shows(
     template: str, name: str, monkeypatch: pytest.MonkeyPatch
@@ -278,7 +283,7 @@ def test_what_the_end_of_a_long_chat_shows_is_what_all_of_it_shows(
     for scenario in SCENARIOS if SOAK else SCENARIOS[2:]:
         tools = TOOLS if scenario in ("tools", "loop") else None
         options = options_of(scenario, tokenizer)
-        judge = Judge(tokenizer, tools, options, template in AS_PARTS)
+        judge = Judge(tokenizer, tools, options, template in corpus.TAKES_PARTS)
         longs = long_chats(scenario)
         for long in longs if SOAK else longs[:2] if scenario == "loop" else longs[2:]:
             chat = next((c for c in (long, long[1:]) if judge.tokens(c) is not None), None)

@@ -22,9 +22,15 @@ from tests.server.test_cache_view import fill
 from tests.support_server import Running, running
 from tools.browser import Browser, browser, find_chromium
 
-in_a_browser = pytest.mark.skipif(
-    find_chromium() is None, reason="no chromium: install Debian's package `chromium`"
-)
+NO_BROWSER = "no chromium: install Debian's package `chromium`"
+
+
+def in_a_browser(test: Any) -> Any:
+    """Mark a test that a browser runs: it is one of the integration tests."""
+    skipped = pytest.mark.skipif(find_chromium() is None, reason=NO_BROWSER)
+    return pytest.mark.integration(skipped(test))
+
+
 ROOT = Path(__file__).parents[2]
 
 BARS = """[...document.querySelectorAll('.turn .bar')].map((bar) => Object.fromEntries(

@@ -1,47 +1,47 @@
-"""Requests made from recorded conversations, short enough for a model that reads bytes."""
+"""Requests made from the corpus's conversations, short enough for a model that reads bytes."""
 
 from __future__ import annotations
 
 import copy
 import json
-from functools import cache
 from typing import Any
 
-from .support import shared
+from . import corpus
 
 LONGEST = 160
 """Characters of a message; the system prompt has more."""
 SYSTEM = 700
 
+MOST = 4
+
 Body = dict[str, Any]
 
 
-@cache
-def _recorded() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(
-        shared("traces/tau-bench/gpt-4o-airline.json").read_text()
-    )
-    return found
-
-
 def conversation(number: int = 0, messages: int = 9) -> list[dict[str, Any]]:
-    """The beginning of a recorded conversation, which ends with a message of the user or a tool."""
+    """The beginning of a conversation, which ends with a message of the user or a tool."""
     taken: list[dict[str, Any]] = []
-    for recorded in _recorded()[number]["traj"][:messages]:
-        message = {k: v for k, v in recorded.items() if v is not None}
+    for whole in corpus.conversations(MOST)[number][:messages]:
+        message = {k: v for k, v in whole.items() if v is not None}
         size = SYSTEM if message["role"] == "system" else LONGEST
-        message["content"] = (recorded.get("content") or "")[:size]
+        message["content"] = (whole.get("content") or "")[:size]
         taken.append(message)
     while taken[-1]["role"] == "assistant":
         taken.pop()
     return copy.deepcopy(taken)
 
 
+def user_id(body: Body) -> str:
+    """The user's id, as the first call of a tool names it."""
+    calls = next(m["tool_calls"] for m in body["messages"] if m.get("tool_calls"))
+    found: str = json.loads(calls[0]["function"]["arguments"])["user_id"]
+    return found
+
+
 def tools(number: int = 0) -> list[dict[str, Any]]:
     """A description of each tool that a conversation calls."""
     calls = [
         call["function"]
-        for message in _recorded()[number]["traj"]
+        for message in corpus.conversations(MOST)[number]
         for call in message.get("tool_calls") or ()
     ]
     found: dict[str, dict[str, Any]] = {}

@@ -1,16 +1,25 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test soak bench lint lock clean
+.PHONY: run test integration soak bench lint lock clean
 
 run: .venv/ready  ## Serve the built-in model, with a page to look at and a line to paste
 	$(BIN)/rewarm serve
 
-test: .venv/ready lint  ## Format, lint, types and tests
-	$(BIN)/python -m pytest -n 2
+# Idle workers take tests from busy ones, in runs: a module's server is started once or twice.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-soak: .venv/ready  ## The tests, each with its whole range instead of a sample (hours)
-	REWARM_SOAK=1 $(BIN)/python -m pytest -n 2
+test: .venv/ready lint  ## Format, lint, types, and the tests that need nothing beside the repository
+	$(PYTEST)
+
+integration: .venv/ready  ## The tests with real neighbours: a browser, and files that others recorded
+	tools/integration-setup
+	REWARM_CORPUS=recorded $(PYTEST) -m "integration or corpus"
+
+soak: .venv/ready  ## Both, each test with its whole range instead of a sample (hours)
+	REWARM_SOAK=1 $(PYTEST)
+	tools/integration-setup
+	REWARM_SOAK=1 REWARM_CORPUS=recorded $(PYTEST) -m "integration or corpus"
 
 bench: .venv/ready  ## The tree beside mlx-lm's trie, the disk beside a plain read, the server beside mlx-lm's
 	$(BIN)/python tools/bench_tree.py

@@ -32,12 +32,11 @@ lint: .venv/ready
 	$(BIN)/mypy
 
 # --no-deps: requirements.txt is complete, and what it has no hash for is not installed.
-# --ignore-requires-python: see README, "Python 3.10".
 .venv/ready: requirements.txt pyproject.toml
-	$(PYTHON) -c 'import sys; v = sys.version_info; (3, 10) <= v < (3, 14) or sys.exit(f"Rewarm needs Python 3.10 to 3.13; {sys.executable} is {v.major}.{v.minor}. Name another one: make PYTHON=python3.12")'
+	$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 15) or sys.exit(f"Rewarm needs Python 3.11 to 3.14; {sys.executable} is {v.major}.{v.minor}. Name another one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
-		--require-hashes -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+		 -r requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 

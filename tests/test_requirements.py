@@ -1,8 +1,9 @@
-"""What `make` installs is fixed to the byte."""
+"""What `make` installs is fixed to the byte, and for the Pythons that we name."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -35,3 +36,20 @@ def test_make_installs_nothing_without_a_hash() -> None:
     for line in installs:
         assert "--require-hashes -r requirements.txt" in line or "--no-deps" in line
     assert sum("--require-hashes" in line for line in installs) == 1
+
+
+def test_every_place_names_the_same_pythons() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    named = "Programming Language :: Python :: "
+    versions = [c.removeprefix(named) for c in project["project"]["classifiers"] if named in c]
+    first, last = versions[0], versions[-1]
+    minors = [int(version.removeprefix("3.")) for version in versions]
+    assert minors == list(range(minors[0], minors[-1] + 1))
+    assert project["project"]["requires-python"] == f">={first},<3.{minors[-1] + 1}"
+    assert project["tool"]["ruff"]["target-version"] == f"py3{minors[0]}"
+    assert project["tool"]["mypy"]["python_version"] == first
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"(3, {minors[0]}) <= v < (3, {minors[-1] + 1})" in makefile
+    for place in (makefile, (ROOT / "README.md").read_text(), (ROOT / "tools/lock").read_text()):
+        assert f"Python {first} to {last}" in place
+    assert f"--python-version {first} " in (ROOT / "tools/lock").read_text()

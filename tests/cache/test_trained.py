@@ -39,9 +39,7 @@ def tokens_of(text: str) -> Any:
 def test_cached_logits_are_the_published_ones(reuse: Any) -> None:
     """The model's authors published the logits after the bytes `"in`."""
     model, _ = loaded(PUBLISHED)
-    published = np.fromfile(
-        shared(f"{PUBLISHED}/expected-logits-7v0-834K.bin"), dtype=np.float32
-    )
+    published = np.fromfile(shared(f"{PUBLISHED}/expected-logits-7v0-834K.bin"), dtype=np.float32)
     cache = PrefixCache(model, memory="64MB", reuse=reuse, chunk=16)
     prompt = tokens_of('"in')
     uncached = np.array(model(mx.array(prompt)[None])[0, -1])

@@ -332,8 +332,7 @@ def test_a_hundred_thousand_nodes_are_a_few_hundred_spans(page: Browser, server:
     httpx.delete(f"{server.url}/v1/cache", timeout=60)
 
 
-def test_the_page_is_in_the_wheel(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling")
+def test_the_page_and_the_mark_of_types_are_in_the_wheel(tmp_path: Path) -> None:
     made = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
         cwd=ROOT,
@@ -344,6 +343,7 @@ def test_the_page_is_in_the_wheel(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {f"rewarm/server/admin/page/{name}" for name in FILES} <= set(names)
+    assert "rewarm/py.typed" in names
 
 
 def test_nothing_inline_and_nothing_from_elsewhere() -> None:

@@ -22,7 +22,7 @@ from rewarm.server.serve import Server, serve
 from rewarm.server.service import Service
 
 from .support import Counted
-from .tiny import tiny_model, tiny_tokenizer
+from .tiny import byte_tokenizer, tiny_model
 
 END = "<|end|>"
 
@@ -51,7 +51,7 @@ TEMPLATE = """\
 
 def tool_tokenizer() -> TokenizerWrapper:
     """One byte is one token; thinks, and calls tools in JSON."""
-    fast = tiny_tokenizer()._tokenizer
+    fast = byte_tokenizer()
     fast.chat_template = TEMPLATE
     return TokenizerWrapper(
         fast,

@@ -57,6 +57,10 @@ def tiny_model(seed: int = 0) -> Any:
 
 
 def tiny_tokenizer() -> TokenizerWrapper:
+    return TokenizerWrapper(byte_tokenizer())
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One byte is one token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {byte: i for i, byte in enumerate(alphabet)}
@@ -66,13 +70,13 @@ def tiny_tokenizer() -> TokenizerWrapper:
     tokenizer.add_special_tokens(list(SPECIAL))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
     fast.chat_template = TEMPLATE
-    return TokenizerWrapper(fast)
+    return fast
 
 
 def save(folder: Path) -> None:
     """As a folder that mlx-lm loads."""
     folder.mkdir()
-    tiny_tokenizer()._tokenizer.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(_config()))
     weights = dict(tree_flatten(tiny_model().parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})

@@ -1,0 +1,118 @@
+"""A test touches what is private in Rewarm in its own room's folder only."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "rewarm"
+
+FREE = {"_replace", "_asdict", "_fields", "_make"}
+"""What a named tuple offers under such names."""
+
+ALLOWED: dict[str, set[str]] = {
+    # They need a method of the cache that shows what the tree holds.
+    "server/test_explain.py": {"_trees"},
+    "server/test_live.py": {"_trees"},
+    "support.py": {"_trees"},
+    "pocket/test_pocket_answers.py": {"_trees", "_lock"},
+    "server/test_cache_view.py": {"_tree", "_binding"},
+    # They need a way to evict something chosen.
+    "generate/test_explain_cache.py": {
+        "_trees",
+        "_lock",
+        "_evictor",
+        "_evict",
+        "_appraiser",
+        "_clock",
+        "_gone",
+    },
+    # Its tests of the evictor belong into tests/cache.
+    "bench/test_bench.py": {
+        *("_appraiser", "_clock", "_crowd", "_entries", "_entry", "_evict", "_evictor", "_file"),
+        *("_trees", "_worst"),
+    },
+    # They look at what runs in an engine.
+    "cache/test_leaks.py": {"_loop"},
+    "server/test_hostile.py": {"_loop", "_open"},
+    # It waits for the threads that render.
+    "support_server.py": {"_pool", "_large"},
+    # mlx-lm's wrapper hides the tokenizer under this name.
+    "generate/test_session.py": {"_tokenizer"},
+}
+"""What is left to be mended, by file."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in FREE
+
+
+def assigned(tree: ast.AST) -> Iterator[str]:
+    """Every private name that a module defines: attributes, functions, classes and values."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.AsyncFunctionDef(name=name):
+                yield name
+
+
+def touched(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every private name that a test reads of something else than its own `self`, and the line."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                continue
+            case ast.Attribute(attr=name):
+                yield name, node.lineno
+            case ast.ImportFrom(module=str(module)) if module.startswith("rewarm"):
+                yield from ((alias.name, node.lineno) for alias in node.names)
+            case ast.Call(
+                func=ast.Attribute(attr="setattr") | ast.Name(id="setattr" | "getattr"),
+                args=[_, ast.Constant(value=str(name)), *_],
+            ):
+                yield name, node.lineno
+
+
+def rooms() -> dict[str, set[str]]:
+    """The rooms that define a private name."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for name in filter(is_private, assigned(ast.parse(path.read_text()))):
+            found[name].add(room)
+    return found
+
+
+ROOMS = rooms()
+HELPERS = {name for path in TESTS.glob("*.py") for name in assigned(ast.parse(path.read_text()))}
+"""What the helpers at the top of tests/ define is theirs, even where Rewarm has such a name too."""
+FILES = sorted(str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_private_names_are_touched_in_their_rooms_folder_only(file: str) -> None:
+    tree = ast.parse((TESTS / file).read_text())
+    mine = {*assigned(tree), *HELPERS, *ALLOWED.get(file, ())}
+    room = Path(file).parts[0]
+    strangers = {
+        f"{name} of {' or '.join(sorted(ROOMS[name]))}, line {line}"
+        for name, line in touched(tree)
+        if is_private(name) and name in ROOMS and room not in ROOMS[name] and name not in mine
+    }
+    assert not strangers
+
+
+@pytest.mark.parametrize("file", ALLOWED)
+def test_what_is_allowed_is_needed(file: str) -> None:
+    names = {name for name, _ in touched(ast.parse((TESTS / file).read_text()))}
+    assert names >= ALLOWED[file], "take what is mended off the list"

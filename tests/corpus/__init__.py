@@ -18,8 +18,6 @@ from tests.sets import RECORDED
 
 from . import agents, recorded, sessions, tokenizers
 
-FOLDER = Path(__file__).parent / "templates"
-
 TAKES_PARTS = ("content_parts.jinja", "trl/idefics3.jinja", "trl/llava_next.jinja")
 """Templates that read contents as lists of parts only."""
 
@@ -38,18 +36,18 @@ def conversations(count: int) -> list[list[dict[str, Any]]]:
 def template_names() -> list[str]:
     if RECORDED:
         return recorded.template_names()
-    return sorted(path.name for path in FOLDER.glob("*.jinja"))
+    return sorted(path.name for path in tokenizers.TEMPLATES.glob("*.jinja"))
 
 
 def template(name: str) -> str:
-    return recorded.template(name) if RECORDED else (FOLDER / name).read_text()
+    return recorded.template(name) if RECORDED else (tokenizers.TEMPLATES / name).read_text()
 
 
 def own_template(tokenizer: str) -> str:
     """The template that a tokenizer comes with."""
     if RECORDED:
         return recorded.own_template(tokenizer)
-    return (FOLDER / f"{tokenizer}.jinja").read_text()
+    return (tokenizers.TEMPLATES / f"{tokenizer}.jinja").read_text()
 
 
 def tokenizer(name: str) -> PreTrainedTokenizerFast:

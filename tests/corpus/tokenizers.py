@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.normalizers import NFC
@@ -40,16 +41,18 @@ SPLITS = {
     "harmony": r"[^\r\n\p{L}\p{N}]?\p{Lu}*[\p{Ll}\p{M}\p{Lo}]+|[^\r\n\p{L}\p{N}]?\p{Lu}+"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-SIZE = 1500
+SIZE = 2500
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 def _texts() -> Iterator[str]:
     for conversation in agents.conversations(12):
         for message in conversation:
             yield message["content"] or "{}"
+    yield from (path.read_text() for path in sorted(TEMPLATES.glob("*.jinja")))
     yield "The tide is high at noon.\n\nThank you.\nWell?\n\nYes, it is. \n" * 20
     yield "<tool_call>\n<function=tide>\n<parameter=port>\nAyr\n</parameter>\n" * 20
-    yield ("system\nuser\nassistant\nassistant to=functions.tide commentary json analysis " * 20)
+    yield "system\nuser\nassistant\nassistant to=functions.tide commentary json analysis " * 20
 
 
 @cache

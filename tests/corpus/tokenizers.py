@@ -52,6 +52,7 @@ def _texts() -> Iterator[str]:
     yield from (path.read_text() for path in sorted(TEMPLATES.glob("*.jinja")))
     yield "The tide is high at noon.\n\nThank you.\nWell?\n\nYes, it is. \n" * 20
     yield "<tool_call>\n<function=tide>\n<parameter=port>\nAyr\n</parameter>\n" * 20
+    yield "<turn:user>\nWell?</turn>\n<turn:model>\nYes.</turn>\n" * 20
     yield "system\nuser\nassistant\nassistant to=functions.tide commentary json analysis " * 20
 
 

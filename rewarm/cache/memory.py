@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
+from rewarm.device import device_bytes
 from rewarm.options import SMALLEST
 
 from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Payload
 
 AUTO_SHARE = 0.4
 """Of the memory that is free once the model is loaded; the rest is for running requests."""
-
-
-def device_bytes() -> int:
-    """The memory of the device that models run on."""
-    info: dict[str, Any] = dict(mx.device_info())
-    # Metal names the first, CUDA the second; a CPU has neither.
-    total = info.get("max_recommended_working_set_size") or info.get("total_memory")
-    if total is None or mx.default_device() == mx.cpu:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        try:
-            with open("/sys/fs/cgroup/memory.max") as limit:
-                total = min(total, int(limit.read()))
-        except (OSError, ValueError):
-            pass  # no limit on this process
-    return int(total)
 
 
 def auto_size() -> int:

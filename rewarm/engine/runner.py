@@ -14,7 +14,7 @@ import numpy as np
 
 from rewarm.accel.launch import is_cuda
 from rewarm.cache import Lease, PrefixCache
-from rewarm.cache.memory import device_bytes
+from rewarm.device import device_bytes
 from rewarm.values import (
     Alternative,
     Boundary,

@@ -13,6 +13,10 @@ class InvalidOption(RewarmError, ValueError):
     """An option with a value that means nothing."""
 
 
+class CannotLoad(RewarmError, ValueError):
+    """A model that is not complete, or not what it says it is."""
+
+
 class NotPrivate(RewarmError, OSError):
     """A folder or file that somebody else made, or can change."""
 

@@ -25,7 +25,14 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.identity import evaluate
 from rewarm.cache.memory import auto_size
 from rewarm.cache.model import checked_tokens, context_size, vocabulary_size
-from rewarm.errors import ContextExceeded, InvalidOption, NotReady, QueueFull, RewarmError
+from rewarm.errors import (
+    CannotLoad,
+    ContextExceeded,
+    InvalidOption,
+    NotReady,
+    QueueFull,
+    RewarmError,
+)
 from rewarm.options import EngineOptions
 from rewarm.values import Boundary, Tokens
 
@@ -276,7 +283,11 @@ class Engine:
         limit = context_size(model)
         self._context = min(self.options.context or limit, limit)
         with self._trying_out():
-            batched = decodes_in_batches(model, cache.blank, self._vocabulary)
+            try:
+                batched = decodes_in_batches(model, cache.blank, self._vocabulary)
+            except Exception as error:
+                # Nothing else has run it yet: its config fits its weights, and makes no sense.
+                raise CannotLoad(f"it fails when it is run ({error})") from error
             if not batched:
                 log.warning(
                     "%s decodes one sequence at a time: in a batch its answers would differ",

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,7 @@ import rewarm
 from rewarm import pocket
 from rewarm.cache import PrefixCache
 from rewarm.cli import cache as cli_cache
+from rewarm.cli.app import main
 from tests import zoo
 from tests.support import prompt, run
 
@@ -26,6 +28,26 @@ def rewarm_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "rewarm", *arguments], capture_output=True, text=True, check=False
     )
+
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The same in this process: starting one takes longer than most commands do."""
+
+    def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["rewarm", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        code = ended.value.code
+        assert code is None or isinstance(code, int)
+        return subprocess.CompletedProcess(arguments, code or 0, said.out, said.err)
+
+    return run_here
 
 
 def test_version_says_what_it_runs_on() -> None:
@@ -65,14 +87,28 @@ def test_a_wrong_option_is_named() -> None:
         (("--reuse", "sometimes"), "sometimes"),
         (("--disk-size", "lots"), "disk_size='lots'"),
         (("--kv-bits", "7"), "kv_bits=7"),
-        (("--kv-bits", "8", "--kv-group-size", "128", "--port", "0"), "kv_group_size=128"),
         (("--chat-template-args", "nonsense"), "nonsense"),
         (("--chat-template-args", "[]"), "not a JSON object"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_one_line(
+    here: Command, arguments: tuple[str, ...], says: str
+) -> None:
+    check_that_one_line_says(here("serve", *arguments), says)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--kv-bits", "8", "--kv-group-size", "128", "--port", "0"), "kv_group_size=128"),
         (("no such model", "--port", "0"), "neither a folder nor"),
     ],
 )
-def test_what_cannot_be_served_is_said_in_one_line(arguments: tuple[str, ...], says: str) -> None:
-    done = rewarm_cli("serve", *arguments)
+def test_what_cannot_be_loaded_is_said_in_one_line(arguments: tuple[str, ...], says: str) -> None:
+    check_that_one_line_says(rewarm_cli("serve", *arguments), says)
+
+
+def check_that_one_line_says(done: subprocess.CompletedProcess[str], says: str) -> None:
     assert done.returncode == 2
     assert says in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
@@ -142,7 +178,9 @@ def test_a_model_is_listed_by_the_name_people_know(source: str, name: str) -> No
     assert cli_cache._model(source) == name
 
 
-def test_what_a_disk_tier_holds_can_be_seen_checked_and_deleted(tmp_path: Path) -> None:
+def test_what_a_disk_tier_holds_can_be_seen_checked_and_deleted(
+    tmp_path: Path, here: Command
+) -> None:
     model, asked = zoo.tiny("llama"), prompt(100)
     cache = PrefixCache(model, memory="64MB", disk=str(tmp_path), chunk=32)
     for salt in (None, "tenant"):
@@ -152,17 +190,17 @@ def test_what_a_disk_tier_holds_can_be_seen_checked_and_deleted(tmp_path: Path) 
     assert str(os.getpid()) in held.stderr
     cache.close()
 
-    assert "2 namespaces" in rewarm_cli("cache", "stats", "--disk", str(tmp_path)).stdout
-    assert "llama" in rewarm_cli("cache", "ls", "--disk", str(tmp_path)).stdout
-    assert "all sound" in rewarm_cli("cache", "verify", "--disk", str(tmp_path)).stdout
+    assert "2 namespaces" in here("cache", "stats", "--disk", str(tmp_path)).stdout
+    assert "llama" in here("cache", "ls", "--disk", str(tmp_path)).stdout
+    assert "all sound" in here("cache", "verify", "--disk", str(tmp_path)).stdout
     some = next(tmp_path.rglob("*.safetensors"))
     some.write_bytes(b"x" * some.stat().st_size)
-    damaged = rewarm_cli("cache", "verify", "--disk", str(tmp_path))
+    damaged = here("cache", "verify", "--disk", str(tmp_path))
     assert damaged.returncode == 1
     assert "1 damaged" in damaged.stdout
-    assert rewarm_cli("cache", "clear", "--disk", str(tmp_path), "--namespace", "x").returncode == 2
-    cleared = rewarm_cli("cache", "clear", "--disk", str(tmp_path), "--salt", "tenant")
+    assert here("cache", "clear", "--disk", str(tmp_path), "--namespace", "x").returncode == 2
+    cleared = here("cache", "clear", "--disk", str(tmp_path), "--salt", "tenant")
     assert "deleted" in cleared.stdout
-    assert rewarm_cli("cache", "clear", "--disk", str(tmp_path)).returncode == 0
+    assert here("cache", "clear", "--disk", str(tmp_path)).returncode == 0
     assert not list(tmp_path.rglob("*.safetensors"))
-    assert rewarm_cli("cache", "ls", "--disk", str(tmp_path / "none")).returncode == 2
+    assert here("cache", "ls", "--disk", str(tmp_path / "none")).returncode == 2

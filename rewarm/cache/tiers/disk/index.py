@@ -78,12 +78,9 @@ def no_collection() -> Iterator[None]:
 
 
 def code_of(error: sqlite3.Error) -> int:
-    """SQLite's result code; Python 3.10 has only the message."""
-    code = getattr(error, "sqlite_errorcode", None)
-    if isinstance(code, int):
-        return code if code == SHORT_READ else code & 0xFF
-    known = {"is full": FULL, "I/O error": IOERR, "is locked": BUSY, "unable to open": CANTOPEN}
-    return next((code for text, code in known.items() if text in str(error)), 1)
+    """Return SQLite's result code, or 1 where the error is not SQLite's own."""
+    code: int = getattr(error, "sqlite_errorcode", 1)
+    return code if code == SHORT_READ else code & 0xFF
 
 
 class Index:

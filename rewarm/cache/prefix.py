@@ -40,6 +40,7 @@ from .retention import Evictor, Item, Retention, WorkPerByte
 from .tiers.below import Below, Promoter
 from .tiers.disk.opening import open_tier
 from .tiers.disk.tier import DiskTier
+from .tiers.fetch import Fetch, Worth
 from .tree import ChunkTree, Node, Tree, encode
 from .views.miss import Explainer, Missed
 from .views.stats import Stats
@@ -252,6 +253,48 @@ class PrefixCache:
             match = self._restorer.match(query)
             return Missed(match, self._why(match, query, other_salts))
 
+    def fetch(
+        self,
+        tokens: Sequence[int] | npt.NDArray[Any],
+        salt: str | None = None,
+        boundaries: Sequence[Boundary] = (),
+        *,
+        worth: Worth | None = None,
+    ) -> Fetch:
+        """Begin to bring what lower tiers have of a prompt beyond memory. Returns at once.
+
+        The tiers are asked from fast to slow, and what can be resumed furthest on is fetched, where
+        `worth` has nothing against it. Everything that takes time happens on other threads:
+        `future` says when it is over. Then `take_in` it, or hand it to `acquire`.
+        """
+        prompt = checked_tokens(tokens, self.vocabulary)
+        with self._entered():
+            query = self._query(prompt, salt, boundaries)
+            match = self._restorer.match(query)
+        lower = match.resume and match.tier != "memory"
+        fetch = Fetch(match.resume if lower else 0, match.tier if lower else None)
+        fetch.query = query
+        fetch.future.set_result(bool(lower))
+        return fetch
+
+    def take_in(self, fetch: Fetch) -> Match:
+        """Put what a fetch brought into the memory tree, and say what can be reused now.
+
+        It is quick and reads nothing: what was damaged, or was not what was asked for, is not among
+        it any more. What does not fit is left out. Call it once `fetch.future` is resolved; before
+        that it is as if nothing had come, and the fetch is cancelled.
+        """
+        done = fetch.future.done()
+        fetch.cancel()
+        with self._entered():
+            query = fetch.query
+            tree = self._tree(query.namespace)
+            query = replace(query, tree=tree)
+            found = find(self.layout, query)
+            if done:
+                found = self._restorer.promoted(found, query, self._clock)
+            return found.match
+
     def acquire(
         self,
         tokens: Sequence[int] | npt.NDArray[Any],
@@ -262,8 +305,14 @@ class PrefixCache:
         room: int = 0,
         warm: bool = False,
         hint: float = 1.0,
+        fetch: bool | Fetch = True,
     ) -> Lease:
         """Caches that stand at the resume point of a prompt, and a lease on its path.
+
+        `fetch=True` waits for what lower tiers have of the prompt, without the lock: it is for a
+        thread that has nothing else to do. `fetch=False` takes what memory holds, at once. A fetch
+        of this prompt that is resolved is taken in under the same lock as the lease, and the
+        lease's match names the tier that it came from.
 
         `room` is how many tokens the answer may take: the caches then need not grow by copying.
         `hint` above 1 says that this prompt is likelier than others to be asked for again.
@@ -284,7 +333,8 @@ class PrefixCache:
             query = Query(namespace, tree, encode(prompt), own_cuts)
             found = find(self.layout, query)
             matched = time.perf_counter()
-            found = self._restorer.promoted(found, query, self._clock)
+            if fetch is not False:
+                found = self._restorer.promoted(found, query, self._clock)
             found, caches = self._restorer.restored(found, query, room)
             restored = time.perf_counter()
             shape = Shape(len(prompt) - 1, found.at, found.junction, boundaries, marks)

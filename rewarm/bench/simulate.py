@@ -79,16 +79,16 @@ class Clairvoyant:
     def worth(self, item: Item) -> float:
         return 1.0
 
-    def since(self, item: Item) -> float:
+    def last_used(self, item: Item) -> float:
         node = item.node
         below = checkpoints_below(node) if item.what == "checkpoint" else []
         # On a tie the deeper goes first.
         return -self._next(node, below) - min(node.end, 1 << 24) / (1 << 25)
 
-    def behind(self, item: Item) -> float:
+    def age_penalty(self, item: Item) -> float:
         return 0.0
 
-    def left(self, crowd: int) -> float:
+    def abandoned_discount(self, crowd: int) -> float:
         return 1.0
 
     def _next(self, node: Node, below: list[Node] | None = None) -> int:
@@ -115,7 +115,7 @@ class ClairvoyantWork(Clairvoyant):
         waits = self._next(item.node) - self.now
         return item.saves / max(item.nbytes, 1) / max(waits, 1)
 
-    def since(self, item: Item) -> float:
+    def last_used(self, item: Item) -> float:
         return 0.0
 
 
@@ -173,7 +173,7 @@ def _replayed(
             if isinstance(retention, Clairvoyant):  # what was next is now past
                 cache.memory.noted.update(dict.fromkeys(lease.pin.node.path()))
         if request.waits:
-            cache.waits(lease.tokens, boundaries=request.boundaries())
+            cache.mark_idle(lease.tokens, boundaries=request.boundaries())
         match = lease.match
         cached += match.resume
         replayed += match.replay

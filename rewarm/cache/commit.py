@@ -11,7 +11,7 @@ from rewarm.values import Kind, Origin
 from .cuts import APART
 from .layout import Layout
 from .lease import Lease
-from .memory import MemoryTier
+from .ledger import Ledger
 from .pins import Pin
 from .placement import WEIGHTS
 from .retention import Evictor
@@ -26,7 +26,7 @@ class Committer:
     """Writes into the trees. Copies come first: where one fails, the tree is as it was."""
 
     layout: Layout
-    memory: MemoryTier
+    ledger: Ledger
     evictor: Evictor
     trees: Collection[Tree]
     on_change: Callable[[Tree, Node], None] = lambda tree, node: None
@@ -39,7 +39,7 @@ class Committer:
             raise LookupError(f"the running cache does not stand at {stop}")
         lease.pin.up_to(lease.stored)
         self._store(lease, stop, origin, now)
-        if kind is not None and not lease.full:
+        if kind is not None and not lease.stopped_storing:
             self._take_checkpoint(lease, stop, kind, now)
         if self.layout.has_window and lease.stored == stop:
             self._fill_windows(lease, stop, now)
@@ -47,7 +47,7 @@ class Committer:
     def _store(self, lease: Lease, stop: int, origin: Origin, now: int) -> None:
         """Follow what the tree knows of the new tokens, then add a node for the rest."""
         pin = lease.pin
-        while lease.stored < stop and not lease.full:
+        while lease.stored < stop and not lease.stopped_storing:
             node, at = pin.node, lease.stored
             if at < node.end:
                 known = node.key[(at - node.start) * WIDTH :]
@@ -79,7 +79,7 @@ class Committer:
             if not self._make_room(lease, nbytes, SPARE_BUFFERS, now):
                 return
             state = self.layout.capture(lease.caches)
-        self.memory.put_checkpoint(
+        self.ledger.put_checkpoint(
             node, Checkpoint(kind, state, now, hint=lease.hint, warm=lease.warm)
         )
         if node.checkpoint is not None:
@@ -105,10 +105,10 @@ class Committer:
             return nbytes, buffers
 
         if not self._make_room(lease, *cost(stop - start), now):
-            lease.full = True
+            lease.stopped_storing = True
             if layout.has_state or not lease.tree.splits:
                 return  # a part of a chunk could not be resumed from
-            stop = start + _largest(stop - start, lambda n: self.memory.fits(*cost(n)))
+            stop = start + _largest(stop - start, lambda n: self.ledger.fits(*cost(n)))
             if stop - start < APART:
                 return
         rows = layout.pack("rows", caches, start, stop) if layout.has_rows else None
@@ -118,14 +118,14 @@ class Committer:
         node = lease.tree.add(lease.pin.node, lease.data[start * WIDTH : stop * WIDTH], origin)
         node.rows, node.window, node.last_used, node.warm = rows, window, now, lease.warm
         node.waits = lease.warm and lease.pin.node.waits
-        self.memory.count(node)
+        self.ledger.count(node)
         self.on_change(lease.tree, node)
         lease.pin.down(node)
         lease.stored = stop
         if layout.has_state and self._is_last_that_fits(lease, cost(stop - start)[0]):
             # Rows alone cannot be resumed from: end with a checkpoint while there is room.
             self._take_checkpoint(lease, stop, "end", now)
-            lease.full = True
+            lease.stopped_storing = True
 
     def _is_last_that_fits(self, lease: Lease, chunk_bytes: int) -> bool:
         """Whether a request has filled the budget by itself: another chunk would leave no room
@@ -134,7 +134,7 @@ class Committer:
         own = sum(n.index_bytes + (n.rows.nbytes if n.rows else 0) for n in nodes)
         own += sum(c.nbytes for c in lease.pin.checkpoints)
         state = self.layout.state_bytes(lease.caches)
-        return own + chunk_bytes + 2 * state > self.memory.budget
+        return own + chunk_bytes + 2 * state > self.ledger.budget
 
     def _window_from(self, lease: Lease, start: int, stop: int, position: int) -> int:
         """The first row of a span whose window is worth storing and still there."""
@@ -160,7 +160,7 @@ class Committer:
             tokens = node.end - first
             if self._make_room(lease, packing.nbytes(tokens), packing.buffers(tokens), now):
                 window = self.layout.pack("window", lease.caches, first, node.end)
-                self.memory.put_window(node, window)
+                self.ledger.put_window(node, window)
                 self.on_change(lease.tree, node)
 
     def _split(self, lease: Lease, at: int, now: int) -> bool:
@@ -168,7 +168,7 @@ class Committer:
         done = lease.tree.splits and split(
             lease.pin, at, self.evictor, self.trees, now, only_warm=lease.warm
         )
-        lease.full |= not done
+        lease.stopped_storing |= not done
         return done
 
     def _make_room(self, lease: Lease, nbytes: int, buffers: int, now: int) -> bool:
@@ -184,14 +184,14 @@ def split(
     only_warm: bool = False,
 ) -> bool:
     """Split a pinned node where there is room for it; the upper half stays pinned."""
-    node, memory = pin.node, evictor.memory
+    node, ledger = pin.node, evictor.ledger
     if not evictor.make_room(trees, NODE_BYTES, SPARE_BUFFERS, now, only_warm=only_warm):
         return False
-    memory.count(node, -1)
+    ledger.count(node, -1)
     try:
-        memory.count(pin.tree.split(node, at))
+        ledger.count(pin.tree.split(node, at))
     finally:
-        memory.count(node)
+        ledger.count(node)
     pin.up_to(at)
     return True
 

@@ -58,7 +58,7 @@ class Lease:
         self.position = match.resume
         self.stored = match.resume
         """The position up to which the tree holds this path for us."""
-        self.full = False
+        self.stopped_storing = False
         """Set once something did not fit or failed: what comes after cannot be stored either."""
         self.cuts = cuts
         self.pin = pin

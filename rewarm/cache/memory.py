@@ -1,16 +1,13 @@
-"""The memory tier: a budget in bytes and buffers, and the account of what is really held."""
+"""The memory of the device: how much there is, and how much of it a cache takes by itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
 from rewarm.device import device_bytes
 from rewarm.options import SMALLEST
-
-from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Payload
 
 AUTO_SHARE = 0.4
 """Of the memory that is free once the model is loaded; the rest is for running requests."""
@@ -25,75 +22,3 @@ def most_buffers() -> int:
     """Half of what the device allows: running requests need buffers as well."""
     limit: Any = dict(mx.device_info()).get("resource_limit", 499_000)
     return int(limit) // 2
-
-
-@dataclass
-class Held:
-    """Bytes by kind. `index` is the tree itself, in ordinary memory."""
-
-    rows: int = 0
-    window: int = 0
-    checkpoint: int = 0
-    index: int = 0
-    buffers: int = 0
-    nodes: int = 0
-    checkpoints: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Distinct tokens: what a node takes in the index beyond its fixed bytes is its key."""
-        return (self.index - self.nodes * NODE_BYTES) // WIDTH
-
-    @property
-    def payload(self) -> int:
-        return self.rows + self.window + self.checkpoint
-
-    @property
-    def total(self) -> int:
-        return self.payload + self.index
-
-
-@dataclass
-class MemoryTier:
-    """Everything that a tree holds goes in and out through here, and is counted."""
-
-    budget: int
-    max_buffers: int
-    held: Held = field(default_factory=Held)
-    noted: dict[Node, None] = field(default_factory=dict)
-    """Nodes that came, went or changed since retention last looked."""
-
-    def fits(self, nbytes: int, buffers: int = 0) -> bool:
-        return (
-            self.held.total + nbytes <= self.budget
-            and self.held.buffers + buffers <= self.max_buffers
-        )
-
-    def count(self, node: Node, sign: int = 1) -> None:
-        """Take a node, with all it holds, into the account, or out of it."""
-        self.noted[node] = None
-        if node.parent is not None:  # it has become, or is no longer, a leaf
-            self.noted[node.parent] = None
-        held = self.held
-        held.index += sign * node.index_bytes
-        held.nodes += sign
-        if node.rows is not None:
-            held.rows += sign * node.rows.nbytes
-            held.buffers += sign * node.rows.buffers
-        if node.window is not None:
-            held.window += sign * node.window.nbytes
-            held.buffers += sign * node.window.buffers
-        if node.checkpoint is not None:
-            held.checkpoint += sign * node.checkpoint.nbytes
-            held.buffers += sign * node.checkpoint.buffers
-            held.checkpoints += sign
-
-    def put_window(self, node: Node, payload: Payload | None) -> None:
-        self.count(node, -1)
-        node.window = payload
-        self.count(node)
-
-    def put_checkpoint(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        self.count(node, -1)
-        node.checkpoint = checkpoint
-        self.count(node)

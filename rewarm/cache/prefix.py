@@ -25,12 +25,13 @@ from rewarm.values import Boundary, Kind, Match, Miss, Namespace, Origin, Tokens
 from .binding import Binding
 from .commit import Committer
 from .cuts import Divider
+from .evicted import EvictedIndex
 from .find import Query, find
-from .gone import Gone
 from .identity import Description
 from .layout import Layout
 from .lease import Lease
-from .memory import Held, MemoryTier, auto_size, most_buffers
+from .ledger import Held, Ledger
+from .memory import auto_size, most_buffers
 from .model import MakeCaches, cache_maker, checked_tokens, vocabulary_size
 from .pins import Pin, Pins
 from .placement import ChatPlacement, Placement, Shape
@@ -96,7 +97,7 @@ class PrefixCache:
             checkpoints=self.layout.has_state or self.layout.has_window,
         )
         self._find_limit()
-        self.memory = MemoryTier(budget, max_buffers or most_buffers())
+        self.memory = Ledger(budget, max_buffers or most_buffers())
         self._binding = Binding(
             model,
             self.blank,
@@ -117,9 +118,9 @@ class PrefixCache:
         trees = self._trees.values()
         self._committer = Committer(self.layout, self.memory, self._evictor, trees)
         self._restorer = Restorer(self.layout, self.blank, self.memory)
-        self._gone = Gone()
-        self._explainer = Explainer(self.layout, self._gone)
-        self._evictor.on_evict = partial(_evicted, self._gone, self._restorer, self.layout)
+        self._evicted_index = EvictedIndex()
+        self._explainer = Explainer(self.layout, self._evicted_index)
+        self._evictor.on_evict = partial(_evicted, self._evicted_index, self._restorer, self.layout)
         self._pins = Pins()
         self._lock = threading.RLock()
         self._clock = 0
@@ -381,17 +382,17 @@ class PrefixCache:
             lease.position = stop
             if self.reuse == "exact" and origin == "prefill":
                 self.layout.settle(lease.caches)
-            if lease.full or not lease.pin.live or not self.layout.reusable:
+            if lease.stopped_storing or not lease.pin.live or not self.layout.reusable:
                 return
             if origin == "decode" and self.reuse == "exact":
                 return  # decoded state has other bits than a prefill of the same tokens
             if stop > self.limit:
-                lease.full = True
+                lease.stopped_storing = True
                 return
             try:
                 self._committer.commit(lease, stop, origin, checkpoint, self._clock)
             except Exception:
-                lease.full = True
+                lease.stopped_storing = True
                 log.exception("a part of a prompt could not be stored; it will be computed again")
 
     def mark(self, lease: Lease, position: int, kind: Kind = "junction") -> None:
@@ -402,7 +403,7 @@ class PrefixCache:
             ahead = [c for c in lease.cuts if c.stop > lease.position]
             lease.cuts = self._divider.marked(ahead, position, kind)
 
-    def waits(
+    def mark_idle(
         self,
         tokens: Sequence[int] | npt.NDArray[Any],
         salt: str | None = None,
@@ -415,7 +416,7 @@ class PrefixCache:
             tree = self._trees.get(self._binding.namespace.salted(salt))
             if tree is not None:
                 walk = tree.walk(encode(prompt), self._divider.grid(len(prompt), boundaries))
-                self._evictor.let_wait(walk.node)
+                self._evictor.mark_idle(walk.node)
 
     def stats(self) -> Stats:
         with self._entered():
@@ -581,7 +582,7 @@ class PrefixCache:
     def _forget(self) -> None:
         self._pins.forget()
         _take_apart(self._trees)
-        self._gone.clear()
+        self._evicted_index.clear()
         self.memory.held = Held()
         self._evictor.forget()
 
@@ -605,7 +606,7 @@ class PrefixCache:
             yield
 
 
-def _evicted(gone: Gone, restorer: Restorer, layout: Layout, item: Item) -> None:
+def _evicted(gone: EvictedIndex, restorer: Restorer, layout: Layout, item: Item) -> None:
     """Memory is about to let go of something.
 
     This is no method: a cache that its own evictor refers to would outlive its last user.

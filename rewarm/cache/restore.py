@@ -13,7 +13,7 @@ from rewarm.values import Match
 
 from .find import Found, Query, find
 from .layout import Layout
-from .memory import MemoryTier
+from .ledger import Ledger
 from .model import MakeCaches
 from .payload import PackedState, Rows
 from .tiers.below import Below
@@ -32,7 +32,7 @@ class Restorer:
 
     layout: Layout
     blank: MakeCaches
-    memory: MemoryTier
+    ledger: Ledger
     below: Below | None = None
 
     def match(self, query: Query) -> Match:
@@ -101,7 +101,7 @@ class Restorer:
         if any(n.pins or (n.checkpoint and n.checkpoint.pins) for n in below):
             return False
         for each in reversed(below):
-            self.memory.count(each, -1)
+            self.ledger.count(each, -1)
             tree.remove(each)
             if self.below is not None:
                 self.below.disk.gone(each)

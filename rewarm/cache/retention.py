@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from rewarm.errors import BrokenInvariant
 
-from .memory import MemoryTier
+from .ledger import Ledger
 from .tree import Node, Tree
 from .worth import (
     FARTHEST,
@@ -47,8 +47,8 @@ AT_ONCE = 256
 class Bucket(NamedTuple):
     warm: bool
     step: int
-    behind: float
-    left: bool
+    age_penalty: float
+    abandoned: bool
 
 
 class Entry(NamedTuple):
@@ -58,14 +58,14 @@ class Entry(NamedTuple):
     what: What
     bucket: Bucket
     worth: float
-    since: float
+    last_used: float
 
 
 class Place(NamedTuple):
     """Where an item stands in its bucket. What one request used is of one age: of that, what is
     worth least goes first, and the end of a path before what lies above it."""
 
-    since: float
+    last_used: float
     worth: float
     up: int
     number: int
@@ -76,7 +76,7 @@ class Evictor:
     """Makes room in a tier by a policy. Nothing that is leased goes."""
 
     policy: Retention
-    memory: MemoryTier
+    ledger: Ledger
     reach: int = 0
     stateful: bool = False
     on_evict: Callable[[Item], None] | None = None
@@ -115,19 +115,19 @@ class Evictor:
         self, trees: Iterable[Tree], nbytes: int, buffers: int, now: int, only_warm: bool = False
     ) -> bool:
         """`only_warm`: at the cost of warm-ahead alone."""
-        memory = self.memory
+        ledger = self.ledger
         trees = list(trees)
-        if len(memory.noted) >= AT_ONCE:
+        if len(ledger.noted) >= AT_ONCE:
             self.take_in(trees)
-        if memory.fits(nbytes, buffers):
+        if ledger.fits(nbytes, buffers):
             return True
-        if nbytes > memory.budget or buffers > memory.max_buffers:
+        if nbytes > ledger.budget or buffers > ledger.max_buffers:
             return False
         for number in self._leased:  # leases may have ended
             self._put_again(number)
         self._leased.clear()
         self.take_in(trees)
-        while not memory.fits(nbytes, buffers):
+        while not ledger.fits(nbytes, buffers):
             item = self._worst(now, only_warm)
             if item is None:
                 return False
@@ -135,7 +135,7 @@ class Evictor:
             self.take_in(trees)
         return True
 
-    def let_wait(self, node: Node) -> None:
+    def mark_idle(self, node: Node) -> None:
         """The chat that ends at a node waits for a person."""
         for each in node.path():
             each.waits = True
@@ -144,7 +144,7 @@ class Evictor:
 
     def verify(self, trees: Iterable[Tree]) -> None:
         """The index has everything that can go, and nothing that has gone."""
-        noted = self.memory.noted
+        noted = self.ledger.noted
         live = {node for tree in trees for node in tree.nodes()}
         in_heaps = {place.number for heap in self._heaps.values() for place in heap}
         in_heaps.update(self._leased)
@@ -160,7 +160,7 @@ class Evictor:
 
     def forget(self) -> None:
         """The trees are gone."""
-        self.memory.noted.clear()
+        self.ledger.noted.clear()
         for each in (self._trees, self._heaps, self._entries, self._numbers):
             each.clear()
         self._leaves.clear()
@@ -171,7 +171,7 @@ class Evictor:
     def take_in(self, trees: list[Tree], most: int | None = None) -> None:
         """Take what is new into the index, what is gone out of it, and appraise again, once each,
         whatever is worth more or less for it. `most`: so many nodes, and the rest another time."""
-        noted = self.memory.noted
+        noted = self.ledger.noted
         near: dict[Node | None, None] = {}
         for _ in range(min(len(noted), most or len(noted))):
             node, _ = noted.popitem()
@@ -255,8 +255,8 @@ class Evictor:
     def _entry(self, item: Item) -> Entry:
         worth = self.policy.worth(item)
         step = round(STEPS * math.log2(worth)) if worth > 0 else -(1 << 20)
-        bucket = Bucket(item.warm, step, self.policy.behind(item), item.left)
-        return Entry(item.node, item.what, bucket, worth, self.policy.since(item))
+        bucket = Bucket(item.warm, step, self.policy.age_penalty(item), item.abandoned)
+        return Entry(item.node, item.what, bucket, worth, self.policy.last_used(item))
 
     def _put_again(self, number: int) -> None:
         entry = self._entries.get(number)
@@ -264,13 +264,13 @@ class Evictor:
             self._push(number, entry)
 
     def _push(self, number: int, entry: Entry) -> None:
-        place = Place(entry.since, entry.worth, -entry.node.end, number)
+        place = Place(entry.last_used, entry.worth, -entry.node.end, number)
         heapq.heappush(self._heaps.setdefault(entry.bucket, []), place)
 
     def _worst(self, now: int, only_warm: bool) -> Item | None:
         """What is worth least now, of what is not leased."""
         crowd = self._crowd()
-        left = self.policy.left(crowd)
+        discount = self.policy.abandoned_discount(crowd)
         while True:
             least, found = (True, math.inf), None
             for bucket, heap in list(self._heaps.items()):
@@ -283,12 +283,12 @@ class Evictor:
                     continue
                 entry = self._entries[heap[0].number]
                 # A clock may be set back.
-                ticks = max(now - entry.since, 0)
-                age = ticks / self.unit + bucket.behind * crowd
-                worth = entry.worth * left if bucket.left else entry.worth
+                ticks = max(now - entry.last_used, 0)
+                age = ticks / self.unit + bucket.age_penalty * crowd
+                worth = entry.worth * discount if bucket.abandoned else entry.worth
                 score = worth / (1 + crowd / 2 + age)
                 is_fresh = ticks < self.fresh
-                rank = (is_fresh, entry.since if is_fresh else score)
+                rank = (is_fresh, entry.last_used if is_fresh else score)
                 if rank < least:
                     least, found = rank, bucket
             if found is None:
@@ -319,7 +319,7 @@ class Evictor:
             return None
         item = self._appraiser.item(self._trees[node], node, what)
         again = self._entry(item)
-        if again.bucket == entry.bucket and again.since == entry.since:
+        if again.bucket == entry.bucket and again.last_used == entry.last_used:
             return item
         self._file(item)
         return None
@@ -341,13 +341,13 @@ class Evictor:
         if self.on_evict is not None:
             self.on_evict(item)
         if item.what == "leaf":
-            self.memory.count(node, -1)
+            self.ledger.count(node, -1)
             item.tree.remove(node)
         elif item.what == "checkpoint":
-            self.memory.put_checkpoint(node, None)
+            self.ledger.put_checkpoint(node, None)
             self._unfile(node, "checkpoint")
         else:
-            self.memory.put_window(node, None)
+            self.ledger.put_window(node, None)
             self._unfile(node, "window")
             # Half a window is worth nothing: neither is the rest of it.
             below = [node]
@@ -355,5 +355,5 @@ class Evictor:
                 if len(below) < FARTHEST:
                     ends = node.end + self.reach
                     below += [c for c in each.children.values() if c.start < ends]
-            self.memory.noted.update(dict.fromkeys(below))
+            self.ledger.noted.update(dict.fromkeys(below))
         self.evicted[item.what] += 1

@@ -39,7 +39,7 @@ class Item:
     """What goes with it: for a leaf also the rows above that help nobody without it."""
     hits: int
     last_used: int
-    left: bool = False
+    abandoned: bool = False
     """Whether its chat has left it behind, and goes on from a later checkpoint."""
 
     @property
@@ -63,14 +63,14 @@ class Retention(Protocol):
     def worth(self, item: Item) -> float:
         """What it is worth the moment it is used."""
 
-    def since(self, item: Item) -> float:
+    def last_used(self, item: Item) -> float:
         """The moment from which its age is counted."""
 
-    def behind(self, item: Item) -> float:
+    def age_penalty(self, item: Item) -> float:
         """How much older it counts than it is, in crowds: one crowd is as many requests as there
         are chats in memory."""
 
-    def left(self, crowd: int) -> float:
+    def abandoned_discount(self, crowd: int) -> float:
         """What is left of the worth of a place that its chat has left behind, where a crowd is so
         large; 0 where it is not known."""
 
@@ -86,13 +86,13 @@ class WorkPerByte:
     def worth(self, item: Item) -> float:
         return item.saves * item.weight / max(item.nbytes, 1)
 
-    def since(self, item: Item) -> float:
+    def last_used(self, item: Item) -> float:
         return item.last_used
 
-    def behind(self, item: Item) -> float:
+    def age_penalty(self, item: Item) -> float:
         return (0.0 if item.hits else self.newcomer) + (self.person if item.waits else 0.0)
 
-    def left(self, crowd: int) -> float:
+    def abandoned_discount(self, crowd: int) -> float:
         return min(max(2 / crowd, LEFT_BEHIND), WAY_BACK) if crowd else LEFT_BEHIND
 
 
@@ -102,13 +102,13 @@ class LRU:
     def worth(self, item: Item) -> float:
         return 1.0
 
-    def since(self, item: Item) -> float:
+    def last_used(self, item: Item) -> float:
         return item.last_used
 
-    def behind(self, item: Item) -> float:
+    def age_penalty(self, item: Item) -> float:
         return 0.0
 
-    def left(self, crowd: int) -> float:
+    def abandoned_discount(self, crowd: int) -> float:
         return 1.0
 
 
@@ -193,7 +193,7 @@ class Appraiser:
             nbytes=checkpoint.nbytes + sum(n.window.nbytes for n in windows or () if n.window),
             hits=checkpoint.hits,
             last_used=checkpoint.last_used,
-            left=_left_behind(node),
+            abandoned=_left_behind(node),
         )
         return item
 
@@ -237,7 +237,7 @@ class Appraiser:
 
 
 def _needed(item: Item) -> float:
-    return item.weight * item.saves * (LEFT_BEHIND if item.left else 1)
+    return item.weight * item.saves * (LEFT_BEHIND if item.abandoned else 1)
 
 
 def checkpoint_above(node: Node) -> Node | None:

@@ -186,7 +186,7 @@ class Loop:
         except Exception as error:
             self.fail(sequence, error)
             return most
-        full = sequence.lease is not None and sequence.lease.full
+        full = sequence.lease is not None and sequence.lease.stopped_storing
         if sequence.warm and (done or full):  # what cannot be stored is not worth computing
             self._leave([sequence], "stop")
         elif done:

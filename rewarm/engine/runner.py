@@ -348,7 +348,7 @@ class Runner:
             lease.caches = batch.caches(sequence.id)
             self.cache.commit(lease, len(lease.tokens), origin="decode", checkpoint=checkpoint)
         except Exception:
-            lease.full = True
+            lease.stopped_storing = True
             log.exception("an answer could not be stored; it will be computed again")
         lease.caches = []
 

@@ -353,7 +353,7 @@ class Service:
     def _say_who_waits(self, exchange: Exchange, run: Run) -> None:
         """A tool's result comes in seconds, a person's next message in minutes."""
         if all(choice.finish == "stop" for choice in run.choices):
-            waits, asked = self.engine.cache.waits, run.request
+            waits, asked = self.engine.cache.mark_idle, run.request
             with suppress(RuntimeError):  # the server is stopping
                 pool = self._pool_for(exchange)
                 pool.submit(waits, asked.tokens, asked.salt, asked.boundaries)

@@ -234,7 +234,7 @@ def test_a_chat_that_waits_for_a_person_goes_before_one_that_waits_for_a_tool(
     cache = sized_cache(profile, 10**9, WorkPerByte(), chunk=512)
     person, tool = prompt(1000, 1), prompt(1000, 2)
     fill(cache, tool, person)  # the person's is the more recent one
-    cache.waits(person)
+    cache.mark_idle(person)
     cache.resize(cache.memory.held.total * 2 // 3)
     cache.verify()
     assert cache.match(tool).resume > cache.match(person).resume
@@ -271,10 +271,12 @@ def check_that_nothing_hides(evictor: Evictor) -> None:
         if entry.node.parent is not None and entry.what in evictor._appraiser.kinds(entry.node):
             tree = evictor._trees[entry.node]
             now = evictor._entry(evictor._appraiser.item(tree, entry.node, entry.what))
-            left = evictor.policy.left(0)
-            before, after = (e.worth * left if e.bucket.left else e.worth for e in (entry, now))
+            discount = evictor.policy.abandoned_discount(0)
+            before, after = (
+                e.worth * discount if e.bucket.abandoned else e.worth for e in (entry, now)
+            )
             assert before <= after * 2**0.5 + 1e-12, entry
-            assert entry.since <= now.since
+            assert entry.last_used <= now.last_used
 
 
 def test_a_leaf_that_is_left_alone_is_worth_less_for_the_rows_that_go_with_it() -> None:
@@ -308,15 +310,15 @@ def test_the_index_finds_what_a_look_at_everything_finds(profile: Profile, polic
         tokens = np.concatenate([root[: draw.integers(200, 900)], prompt(200, 100 + i)])
         fill(cache, tokens)
         if i % 7 == 3:
-            cache.waits(tokens)
+            cache.mark_idle(tokens)
         evictor = cache._evictor
         evictor.take_in(list(cache._trees.values()))
         crowd = evictor._crowd()
 
         def score(item: Any, crowd: int = crowd) -> float:
-            age = max(cache._clock - policy.since(item), 0) + policy.behind(item) * crowd
-            left = policy.left(crowd) if item.left else 1.0
-            return float(policy.worth(item) * left / (1 + crowd / 2 + age))
+            age = max(cache._clock - policy.last_used(item), 0) + policy.age_penalty(item) * crowd
+            discount = policy.abandoned_discount(crowd) if item.abandoned else 1.0
+            return float(policy.worth(item) * discount / (1 + crowd / 2 + age))
 
         every = [
             score(evictor._appraiser.item(tree, node, what))

@@ -225,7 +225,7 @@ def test_what_waits_for_a_person_goes_first_in_both_modes(reuse: str) -> None:
     marks = [Boundary(300, "user", durable=True)]
     for tokens in (tool, person):
         run(model, cache, tokens, boundaries=marks)
-    cache.waits(person, boundaries=marks)
+    cache.mark_idle(person, boundaries=marks)
     cache.resize(cache.stats().held * 2 // 3)
     cache.verify()
     kept = {id(t): cache.match(t, boundaries=marks).resume for t in (tool, person)}

@@ -13,7 +13,7 @@ from rewarm.values import Namespace
 from ..commit import split
 from ..find import Found, Query
 from ..layout import Layout
-from ..memory import MemoryTier
+from ..ledger import Ledger
 from ..payload import Rows
 from ..pins import Pin
 from ..retention import Evictor, Item
@@ -28,7 +28,7 @@ class Promoter:
     """Puts what was loaded into the memory tree."""
 
     layout: Layout
-    memory: MemoryTier
+    ledger: Ledger
     evictor: Evictor
     trees: Collection[Tree]
 
@@ -69,7 +69,7 @@ class Promoter:
             return False
         node = pin.tree.add(pin.node, key, part.node.origin)
         node.rows, node.window, node.last_used, node.hits = rows, window, now, part.node.hits
-        self.memory.count(node)
+        self.ledger.count(node)
         pin.down(node)
         return True
 
@@ -84,7 +84,7 @@ class Promoter:
             if found is None:
                 continue
             if self.evictor.make_room(self.trees, found.nbytes, found.buffers, now):
-                self.memory.put_window(node, found)
+                self.ledger.put_window(node, found)
 
     def _checkpoint(self, node: Node, part: Loaded, now: int) -> None:
         kept = part.node.checkpoint
@@ -97,7 +97,7 @@ class Promoter:
             self.trees, state.nbytes, state.buffers, now
         ):
             return
-        self.memory.put_checkpoint(
+        self.ledger.put_checkpoint(
             node, Checkpoint(kept.kind, state, now, hits=kept.hits, hint=kept.hint)
         )
 

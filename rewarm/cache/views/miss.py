@@ -10,8 +10,8 @@ import numpy as np
 
 from rewarm.values import Match, Miss, Missing, Origin
 
+from ..evicted import EvictedIndex
 from ..find import Query, find
-from ..gone import Gone
 from ..layout import Layout
 from ..tree import WIDTH, Node, Tree, agreement
 
@@ -29,7 +29,7 @@ class Explainer:
     """Looks for the reason of a miss in what the caller's own namespace knows."""
 
     layout: Layout
-    gone: Gone
+    evicted: EvictedIndex
 
     def why(
         self,
@@ -60,7 +60,7 @@ class Explainer:
         reason = match.reason
         while used.parent is not None and used.end > match.resume:
             used = used.parent
-        lost = self.gone.look(np.frombuffer(data, "<i4"), used, tree.seed)
+        lost = self.evicted.look(np.frombuffer(data, "<i4"), used, tree.seed)
         if lost.resume > match.shared:
             return Miss("evicted", match.shared, match.resume, held=lost.resume)
         found = [find(self.layout, replace(query, tree=other)).at for other in named]

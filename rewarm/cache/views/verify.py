@@ -9,17 +9,15 @@ from dataclasses import asdict
 from rewarm.errors import BrokenInvariant
 
 from ..layout import Layout
-from ..memory import MemoryTier
+from ..ledger import Ledger
 from ..pins import Pin
 from ..tree import WIDTH, Node, Tree
 
 
-def verify(
-    trees: Collection[Tree], memory: MemoryTier, pins: Collection[Pin], layout: Layout
-) -> None:
+def verify(trees: Collection[Tree], memory: Ledger, pins: Collection[Pin], layout: Layout) -> None:
     expected = Counter(node for pin in pins if pin.live for node in pin.node.path())
     checkpoints = Counter(id(c) for pin in pins if pin.live for c in pin.checkpoints)
-    account = MemoryTier(memory.budget, memory.max_buffers)
+    account = Ledger(memory.budget, memory.max_buffers)
     for tree in trees:
         _check(tree.root.parent is None and not tree.root.key, "the root is not empty", tree.root)
         for node in [tree.root, *tree.nodes()]:

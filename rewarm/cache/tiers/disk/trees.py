@@ -14,7 +14,7 @@ from typing import Any
 from rewarm.values import Namespace, Origin
 
 from ...layout import Layout
-from ...memory import Held, MemoryTier
+from ...ledger import Held, Ledger
 from ...payload import Rows
 from ...placement import WEIGHTS
 from ...retention import Item
@@ -59,7 +59,7 @@ class DiskTrees:
         self._bases = {namespace.salted(None)}
         """Every namespace that this process has used, but for the salt."""
         self._for_people = {"name": name, "grid": grid}
-        self.account = MemoryTier(UNLIMITED, UNLIMITED)
+        self.account = Ledger(UNLIMITED, UNLIMITED)
         self._writer = writer
         self._chunked = grid.startswith("exact")
         self._known: dict[int, DiskTree] = {}

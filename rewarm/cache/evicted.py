@@ -33,7 +33,7 @@ class Lost(NamedTuple):
     resume: int = 0
 
 
-class Gone:
+class EvictedIndex:
     """Marks of what memory let go of. The oldest are overwritten."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from rewarm.cache import Lease, PrefixCache
 from rewarm.cache.payload import PackedState, Rows
+from rewarm.cache.tiers.disk.tier import DiskTier
 from rewarm.values import Match
 
 Logits = npt.NDArray[np.float32]
@@ -25,6 +26,18 @@ def prompt(length: int, seed: int = 0, vocabulary: int = 512) -> Prompt:
 
 def joined(*parts: Prompt) -> Prompt:
     return np.concatenate(parts)
+
+
+def disk_of(cache: PrefixCache) -> DiskTier:
+    """The disk tier of a cache that was given a folder."""
+    (disk,) = (tier for tier in cache.tiers if isinstance(tier, DiskTier))
+    return disk
+
+
+def handed_over(cache: PrefixCache) -> None:
+    """Wait until the tiers have seen all that was offered to them."""
+    for lane in cache._lower.lanes:
+        lane.submit(lambda: None).result()
 
 
 class Counted:

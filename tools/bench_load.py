@@ -40,7 +40,7 @@ LOADED = "performance.getEntriesByType('navigation')[0].loadEventEnd"
 def fill(cache: PrefixCache, nodes: int) -> None:
     """Wide and deep: a system prompt with thousands of users, and a few very long chats."""
     draw = np.random.default_rng(0)
-    tree: Tree = cache._tree(cache._namespace)
+    tree: Tree = cache._trees.of(cache._binding.namespace)
     made: list[Node] = [tree.add(tree.root, encode(np.arange(500, dtype=np.int32)), "prefill")]
     while len(made) < nodes:
         near = -1 - int(draw.exponential(20)) % len(made)

@@ -47,7 +47,7 @@ def memory(bench: Bench, conversations: int, turns: int, answer: int) -> None:
                 chat.append({"role": "assistant", "content": reply.text})
                 step()
             stats = session.cache.stats()
-            kinds = stats.bytes["memory"]
+            kinds = stats.memory.kinds
             distinct = trie_size(held)
             each = stats.held / distinct
             plot.add("all", turn + 1, each / 1e3)

@@ -192,7 +192,7 @@ def _replayed(
         trie_tokens=trie_tokens,
         flops_saved=saved,
         flops_all=total,
-        checkpoint_bytes=stats.bytes["memory"]["checkpoint"],
+        checkpoint_bytes=stats.memory.kinds["checkpoint"],
         held_bytes=stats.held,
         evictions=stats.evictions,
     )

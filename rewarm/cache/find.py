@@ -7,32 +7,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from rewarm.values import Match, Namespace, Reason
+from rewarm.values import Match, Namespace, Origin, Reason
 
 from .layout import Layout
-from .tree import WIDTH, Node, Tree, Walk
+from .tree import WIDTH, Node, Tree, Walk, agreement
+
+MEMORY = "memory"
+"""The name of what lies above all tiers."""
+
+GLIMPSE = 48
+"""Tokens of the other side that are kept of a divergence."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """A prompt, and the tree to look for it in."""
+    """A prompt to look for. It never changes, so it may be handed to any thread."""
 
     namespace: Namespace
-    tree: Tree
     data: bytes
-    """Its tokens as a key."""
+    """The prompt's tokens as a key."""
     cuts: Sequence[int]
-    """Its own, where the tree is one of chunks."""
+    """The prompt's own cuts in `exact`; none in `fast`."""
+    layout: Layout
+    reuse: Literal["fast", "exact"]
+    known: int = 0
+    """The tokens whose rows memory has already: a tier need not give them back."""
 
     @property
     def length(self) -> int:
         return len(self.data) // WIDTH
 
+    def upto(self, position: int) -> tuple[bytes, tuple[int, ...]]:
+        """Its beginning up to a position: the key of that, and the cuts in it."""
+        return self.data[: position * WIDTH], tuple(c for c in self.cuts if c <= position)
+
 
 @dataclass(frozen=True)
-class Found:
-    """A match, and where in the tree it lies."""
+class ResumePoint:
+    """A match, and where in a tree it lies."""
 
     match: Match
     node: Node
@@ -45,8 +59,19 @@ class Found:
         return self.match.resume
 
 
-def find(layout: Layout, query: Query) -> Found:
-    tree, length = query.tree, query.length
+@dataclass(frozen=True)
+class Parting:
+    """Where a prompt leaves a tree."""
+
+    reached: Origin | None
+    """How the deepest span that the prompt reached was made."""
+    other: bytes = b""
+    """The beginning of what is stored there instead."""
+    origin: Origin | None = None
+
+
+def find(tree: Tree, query: Query) -> ResumePoint:
+    layout, length = query.layout, query.length
     walk = tree.walk(query.data, query.cuts)
     # At least one token is left to compute. In a tree of chunks only whole ones count.
     limit = min(walk.shared, length - 1) if tree.splits else walk.node.end
@@ -56,8 +81,37 @@ def find(layout: Layout, query: Query) -> Found:
         reason = "disabled"
     elif resume < length - 1:
         reason = _missed(walk, query.data, length, resume, limit)
-    match = Match(length, walk.shared, resume, reason, "memory" if resume else None)
-    return Found(match, node, junction=limit)
+    match = Match(length, walk.shared, resume, reason, MEMORY if resume else None)
+    return ResumePoint(match, node, junction=limit)
+
+
+def parting(tree: Tree, query: Query) -> Parting:
+    """What a tree has instead of a prompt's next tokens; of several branches, the last used one."""
+    data = query.data
+    walk = tree.walk(data, query.cuts)
+    node = walk.node
+    reached = node.origin if node.parent is not None else None
+    if walk.shared < node.end:
+        begin = (walk.shared - node.start) * WIDTH
+        return Parting(reached, _path_from(node, begin), node.origin)
+    rest = data[node.end * WIDTH :]
+    further = list(node.children.values())
+    if walk.shared > node.end:
+        further = [c for c in further if agreement(c.key, rest) == walk.shared - node.end]
+    if not further:
+        return Parting(reached)
+    latest = max(further, key=lambda child: child.last_used)
+    begin = (walk.shared - node.end) * WIDTH
+    return Parting(reached, _path_from(latest, begin), latest.origin)
+
+
+def _path_from(node: Node, begin: int) -> bytes:
+    """A glimpse of what is stored from within a node on, down the branch that was used last."""
+    found = node.key[begin : begin + GLIMPSE * WIDTH]
+    while len(found) < GLIMPSE * WIDTH and node.children:
+        node = max(node.children.values(), key=lambda child: child.last_used)
+        found += node.key[: GLIMPSE * WIDTH - len(found)]
+    return found
 
 
 def _missed(walk: Walk, data: bytes, length: int, resume: int, limit: int) -> Reason | None:

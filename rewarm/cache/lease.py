@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rewarm.values import Cut, Kind, Match, Tokens
+from rewarm.values import Cut, Match, Tokens
 
 from .pins import Pin
 from .tree import Tree, encode
@@ -65,7 +65,7 @@ class Lease:
         self.hint = hint
         self.warm = warm
         """Computed ahead of any request: it makes room only where older such work lies."""
-        self.resumed_at = cast("Kind | None", pin.checkpoints[0].kind if pin.checkpoints else None)
+        self.resumed_at = pin.checkpoints[0].kind if pin.checkpoints else None
         self.match_ms = match_ms
         self.restore_ms = restore_ms
         self.miss = miss

@@ -270,7 +270,7 @@ def join(
     return list(_joiners().map(copied if available() else evaluated, wanted))
 
 
-class Part(NamedTuple):
+class SegmentPart(NamedTuple):
     """A part of a segment, counted from its start."""
 
     segment: Segment
@@ -278,7 +278,7 @@ class Part(NamedTuple):
     stop: int
 
 
-def _parts(pieces: Sequence[Rows], spans: Sequence[tuple[int, int]]) -> list[Part]:
+def _parts(pieces: Sequence[Rows], spans: Sequence[tuple[int, int]]) -> list[SegmentPart]:
     segments = [s for piece in pieces for s in piece.segments]
     parts = []
     for start, stop in spans:
@@ -289,7 +289,7 @@ def _parts(pieces: Sequence[Rows], spans: Sequence[tuple[int, int]]) -> list[Par
             if segment.start > at:
                 break
             end = min(segment.stop, stop)
-            parts.append(Part(segment, at - segment.start, end - segment.start))
+            parts.append(SegmentPart(segment, at - segment.start, end - segment.start))
             at = end
         if at < stop:
             raise LookupError(f"rows {at} to {stop} are missing")
@@ -302,7 +302,7 @@ def _joiners() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(4, os.cpu_count() or 1), "rewarm-join")
 
 
-class Slot(NamedTuple):
+class ArraySlot(NamedTuple):
     """Where an array of a state lies in the packed one of its dtype."""
 
     group: int
@@ -355,7 +355,7 @@ class _Packer:
             start = self._filled.get(item.dtype, 0)
             self.parts.setdefault(item.dtype, []).append(item.reshape(-1))
             self._filled[item.dtype] = start + item.size
-            return Slot(list(self.parts).index(item.dtype), start, tuple(item.shape))
+            return ArraySlot(list(self.parts).index(item.dtype), start, tuple(item.shape))
         if isinstance(item, dict):
             return {key: self.place(part) for key, part in item.items()}
         if type(item) in (list, tuple):
@@ -367,7 +367,7 @@ class _Packer:
 
 def _filled(item: Any, arrays: Sequence[mx.array]) -> Any:
     """A skeleton with the arrays in its slots."""
-    if isinstance(item, Slot):
+    if isinstance(item, ArraySlot):
         stop = item.start + math.prod(item.shape)
         return arrays[item.group][item.start : stop].reshape(item.shape)
     if isinstance(item, dict):

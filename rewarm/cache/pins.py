@@ -58,13 +58,18 @@ class Pins:
         only leaves a note here."""
         self.hits = self.misses = 0
 
+    def hold(self, tree: Tree, node: Node) -> Pin:
+        """Pin a path, and refresh nothing."""
+        pin = Pin(tree, node)
+        pin.take()
+        self.held.add(pin)
+        return pin
+
     def take(
         self, tree: Tree, node: Node, resume: int, *, warm: bool, hint: float, now: int
     ) -> Pin:
         """Pin the path of a match, and refresh what it really used and nothing else."""
-        pin = Pin(tree, node)
-        pin.take()
-        self.held.add(pin)
+        pin = self.hold(tree, node)
         used = node.checkpoint
         if used is not None and resume == node.end:
             pin.hold(used)

@@ -27,6 +27,7 @@ from .commit import Committer
 from .cuts import Divider
 from .evicted import EvictedIndex
 from .find import Query, find
+from .forest import Forest
 from .identity import Description
 from .layout import Layout
 from .lease import Lease
@@ -36,16 +37,19 @@ from .model import MakeCaches, cache_maker, checked_tokens, vocabulary_size
 from .pins import Pin, Pins
 from .placement import ChatPlacement, Placement, Shape
 from .positions import Limit, limit_of
-from .restore import Restorer
+from .restore import Restorer, known_below
 from .retention import Evictor, Item, Retention, WorkPerByte
-from .tiers.below import Below, Promoter
-from .tiers.disk.opening import open_tier
+from .tiers.base import Found, Tier
+from .tiers.disk.records import StoreError
+from .tiers.disk.store import Store
 from .tiers.disk.tier import DiskTier
 from .tiers.fetch import Fetch, Worth
-from .tree import ChunkTree, Node, Tree, encode
+from .tiers.lower import SILENCE, Answer, Lower
+from .tiers.promote import Promoter
+from .tree import Tree, encode
 from .views.miss import Explainer, Missed
 from .views.stats import Stats
-from .views.survey import Survey, Surveyor
+from .views.survey import Survey, survey_of
 from .views.verify import verify
 
 log = logging.getLogger("rewarm")
@@ -77,9 +81,11 @@ class PrefixCache:
         layout: Layout | None = None,
         adapter: str = "",
         max_buffers: int | None = None,
+        tiers: Sequence[Tier] = (),
         attach: bool = True,
     ) -> None:
-        """`attach=False` leaves the disk alone until `attach` is called: see there."""
+        """`tiers` lie below memory, and below the disk where there is one: from fast to slow. The
+        cache closes them. `attach=False` leaves all of that alone until `attach` is called."""
         CacheOptions(memory, disk, disk_size, reuse, chunk, kv_bits, kv_group_size)
         budget = parse_size(memory) if memory != "auto" else auto_size()
         self.model = model
@@ -107,31 +113,34 @@ class PrefixCache:
             chunk=self.chunk,
         )
         self.vocabulary = vocabulary_size(model) or 1 << 31
-        self._trees: dict[Namespace, Tree] = {}
-        self._most_trees = 16
+        self._trees = Forest(chunked=reuse == "exact")
+        self._pins = Pins()
+        self._lower = Lower(self.layout, self._pins)
+        self._evicted_index = EvictedIndex()
         self._evictor = Evictor(
             retention or WorkPerByte(),
             self.memory,
             reach=self.layout.longest_window,
             stateful=self.layout.has_state,
+            on_evict=partial(_evicted, self._evicted_index, self._lower, self.layout),
         )
         trees = self._trees.values()
-        self._committer = Committer(self.layout, self.memory, self._evictor, trees)
-        self._restorer = Restorer(self.layout, self.blank, self.memory)
-        self._evicted_index = EvictedIndex()
-        self._explainer = Explainer(self.layout, self._evicted_index)
-        self._evictor.on_evict = partial(_evicted, self._evicted_index, self._restorer, self.layout)
-        self._pins = Pins()
+        self._committer = Committer(
+            self.layout, self.memory, self._evictor, trees, self._lower.changed
+        )
+        self._promoter = Promoter(self.layout, self.memory, self._evictor, trees)
+        self._restorer = Restorer(self.layout, self.blank, self.memory, self._lower)
+        self._explainer = Explainer(self._evicted_index)
         self._lock = threading.RLock()
         self._clock = 0
         self._closed = False
         self._owned = False
-        self.disk: DiskTier | None = None
         self._folder = Path(disk) if disk is not None and self.layout.reusable else None
         self._disk_size = parse_size(disk_size, "disk_size")
+        self._unopened = list(tiers) if self.layout.reusable else []
         self._attaching: threading.Thread | None = None
         # A cache that is dropped without `close` frees its arrays at once, too.
-        weakref.finalize(self, _take_apart, self._trees).atexit = False
+        weakref.finalize(self, _let_go, self._trees, self._lower).atexit = False
         if attach:
             self.attach()
 
@@ -145,7 +154,7 @@ class PrefixCache:
         to the disk later, as everything is.
         """
         self._owned = owned
-        if self._folder is None or self.disk is not None or self._attaching is not None:
+        if self._attaching is not None or not (self._folder or self._unopened):
             return
         description = self._binding.describe()
         if not owned:
@@ -158,45 +167,43 @@ class PrefixCache:
 
     def _attach(self, description: Description) -> None:
         before = self._binding.namespace
-        disk = None
+        opened: list[Tier] = []
+        namespace = before
         try:
             namespace = self._binding.identified(description)
-            disk = self._opened(namespace)
+            opened = self._opened(namespace)
         except Exception:
-            log.exception("there is no disk tier: the model cannot be told from others")
+            log.exception("there is no tier below memory: the model cannot be told from others")
         with self._lock:
-            self._attaching = None
-            if disk is None:
-                self._folder = None
-                return
+            self._attaching, self._folder, self._unopened = None, None, []
             if self._closed or self._binding.namespace != before:
-                log.warning("there is no disk tier: the model was changed while it was read")
-                return disk.close()
-            self._binding.namespace = namespace
-            trees = {replace(name, base=namespace.base): t for name, t in self._trees.items()}
-            self._trees.clear()
-            self._trees.update(trees)
-            self.disk = disk
-            promoter = Promoter(self.layout, self.memory, self._evictor, self._trees.values())
-            self._restorer.below = Below(disk, promoter, self._trees)
-            self._committer.on_change = disk.changed
-            pins = self._pins
-            disk.writer.in_use = lambda: bool(pins.held)
-            for tree in trees.values():
-                for node in tree.nodes():
-                    disk.changed(tree, node)
+                log.warning("there is no tier below memory: the model changed while it was read")
+            elif opened:
+                self._binding.namespace = namespace
+                self._trees.rename(namespace.base)
+                self._lower.open(opened, self._trees.values())
+                return
+        for tier in opened:
+            tier.close()
 
-    def _opened(self, namespace: Namespace) -> DiskTier | None:
-        assert self._folder is not None
-        return open_tier(
-            self._folder,
-            self._disk_size,
+    def _opened(self, namespace: Namespace) -> list[Tier]:
+        if self._folder is None:
+            return self._unopened
+        try:
+            store = Store.open(self._folder, limit=self._disk_size)
+        except StoreError as error:
+            log.warning("there is no disk tier: %s", error)
+            return self._unopened
+        disk = DiskTier(
+            store,
             self.layout,
             self._evictor.policy,
-            namespace=namespace,
-            name=getattr(self.model, "rewarm_source", type(self.model).__module__),
+            namespace,
+            model=getattr(self.model, "rewarm_source", type(self.model).__module__),
             grid=f"exact {self.chunk}" if self.reuse == "exact" else "fast",
+            in_use=partial(bool, self._pins.held),
         )
+        return [disk, *self._unopened]
 
     def _attached(self) -> None:
         """Wait until `attach` is done."""
@@ -204,17 +211,22 @@ class PrefixCache:
         if work is not None:
             work.join()
 
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """What is in use below memory, from fast to slow."""
+        return self._lower.tiers
+
     def rebind(self, model: Any = None) -> None:
         """Go on with the model as it is now; `model` may be another object that computes the same.
 
         For whoever edits arrays in place, which nothing else notices. State is found again where
-        the model computes what it computed before; a cache without a disk cannot know that, and
+        the model computes what it computed before; a cache without tiers cannot know that, and
         forgets everything."""
         self._attached()
         if model is not None and model is not self.model:
             self._binding.check(model)
         namespace = None
-        if self.disk is not None:
+        if self._lower.lanes:
             namespace = self._binding.identified(self._binding.describe())
         with self._entered():
             self._find_limit()
@@ -231,11 +243,15 @@ class PrefixCache:
         tokens: Sequence[int] | npt.NDArray[Any],
         salt: str | None = None,
         boundaries: Sequence[Boundary] = (),
+        *,
+        tiers: bool = True,
     ) -> Match:
-        """How much of a prompt could be reused now. Changes nothing."""
-        prompt = checked_tokens(tokens, self.vocabulary)
+        """Say how much of a prompt could be reused now. Changes nothing.
+
+        It waits for the answers of lower tiers, unless `tiers` is false. The lock is not held."""
+        query, tree, answers = self._asked(tokens, salt, boundaries, tiers)
         with self._entered():
-            return self._restorer.match(self._query(prompt, salt, boundaries))
+            return self._restorer.match(tree, query, answers)
 
     def miss(
         self,
@@ -244,15 +260,21 @@ class PrefixCache:
         boundaries: Sequence[Boundary] = (),
         *,
         other_salts: Sequence[str] = (),
+        tiers: bool = True,
     ) -> Missed:
-        """How much of a prompt could be reused now, and why not more. Changes nothing.
+        """Say how much of a prompt could be reused now, and why not more: as `match` does.
 
         It looks at the prompt's own salt only, and at the `other_salts` that the caller names."""
-        prompt = checked_tokens(tokens, self.vocabulary)
+        query, tree, answers = self._asked(tokens, salt, boundaries, tiers)
         with self._entered():
-            query = self._query(prompt, salt, boundaries)
-            match = self._restorer.match(query)
-            return Missed(match, self._why(match, query, other_salts))
+            match = self._restorer.match(tree, query, answers)
+            below = max((a.found for a in answers), key=lambda f: f.shared, default=None)
+            return Missed(match, self._why(match, tree, query, below, other_salts))
+
+    def foreign(self, tokens: Sequence[int] | npt.NDArray[Any], salt: str | None = None) -> int:
+        """The number of tokens of a prompt that lower tiers have of other models, or in another
+        form, under the same salt. It waits for them."""
+        return self._lower.foreign(checked_tokens(tokens, self.vocabulary), salt)
 
     def fetch(
         self,
@@ -271,12 +293,7 @@ class PrefixCache:
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
             query = self._query(prompt, salt, boundaries)
-            match = self._restorer.match(query)
-        lower = match.resume and match.tier != "memory"
-        fetch = Fetch(match.resume if lower else 0, match.tier if lower else None)
-        fetch.query = query
-        fetch.future.set_result(bool(lower))
-        return fetch
+            return self._lower.fetch(query, self._trees.of(query.namespace, self._used()), worth)
 
     def take_in(self, fetch: Fetch) -> Match:
         """Put what a fetch brought into the memory tree, and say what can be reused now.
@@ -285,16 +302,12 @@ class PrefixCache:
         it any more. What does not fit is left out. Call it once `fetch.future` is resolved; before
         that it is as if nothing had come, and the fetch is cancelled.
         """
-        done = fetch.future.done()
-        fetch.cancel()
         with self._entered():
-            query = fetch.query
-            tree = self._tree(query.namespace)
-            query = replace(query, tree=tree)
-            found = find(self.layout, query)
-            if done:
-                found = self._restorer.promoted(found, query, self._clock)
-            return found.match
+            tree = self._trees.of(fetch.query.namespace, self._used())
+            before = find(tree, fetch.query).at
+            self._promote(fetch, tree)
+            match = find(tree, fetch.query).match
+            return replace(match, tier=fetch.tier) if match.resume > before else match
 
     def acquire(
         self,
@@ -326,21 +339,30 @@ class PrefixCache:
         began = time.perf_counter()
         if not self._owned and not self._binding.is_same():
             self.rebind()
+        if fetch is True:
+            fetch = self.fetch(prompt, salt, boundaries)
+            fetch.wait(SILENCE)
+        fetched = time.perf_counter()
         with self._entered():
             self._clock += 1
-            namespace = self._binding.namespace.salted(salt)
-            tree = self._tree(namespace)
-            own_cuts = self._divider.grid(len(prompt), boundaries)
-            query = Query(namespace, tree, encode(prompt), own_cuts)
-            found = find(self.layout, query)
+            query = self._query(prompt, salt, boundaries)
+            tree = self._trees.of(query.namespace, self._used())
+            found = find(tree, query)
             matched = time.perf_counter()
-            if fetch is not False:
-                found = self._restorer.promoted(found, query, self._clock)
-            found, caches = self._restorer.restored(found, query, room)
+            below = fetch.known if fetch else None
+            if fetch:
+                before = found.at
+                self._promote(fetch, tree)
+                found = find(tree, query)
+                if found.at > before:
+                    found = replace(found, match=replace(found.match, tier=fetch.tier))
+                if below is not None:
+                    found = known_below(found, below)
+            found, caches = self._restorer.restored(found, tree, query, room)
             restored = time.perf_counter()
             shape = Shape(len(prompt) - 1, found.at, found.junction, boundaries, marks)
-            cuts = self._divider.cuts(shape, own_cuts)
-            miss = self._why(found.match, query) if not warm else None
+            cuts = self._divider.cuts(shape, list(query.cuts))
+            miss = self._why(found.match, tree, query, below) if not warm else None
             pin = self._pins.take(tree, found.node, found.at, warm=warm, hint=hint, now=self._clock)
             return Lease(
                 self,
@@ -353,8 +375,8 @@ class PrefixCache:
                 self._pins.dropped,
                 warm=warm,
                 hint=hint,
-                match_ms=(matched - began) * 1e3,
-                restore_ms=(restored - matched) * 1e3,
+                match_ms=(matched - fetched) * 1e3,
+                restore_ms=(restored - matched + fetched - began) * 1e3,
                 miss=miss,
             )
 
@@ -419,40 +441,21 @@ class PrefixCache:
                 self._evictor.mark_idle(walk.node)
 
     def stats(self) -> Stats:
+        below = {tier.name: tier.stats() for tier in self.tiers}
         with self._entered():
-            held = self.memory.held
-            return Stats(
-                entries=held.nodes,
-                checkpoints=held.checkpoints,
-                tokens=held.tokens,
-                budget=self.memory.budget,
-                bytes={
-                    "memory": {
-                        "rows": held.rows,
-                        "window": held.window,
-                        "checkpoint": held.checkpoint,
-                        "index": held.index,
-                    },
-                    **({"disk": {"files": self.disk.nbytes()}} if self.disk else {}),
-                },
-                buffers=held.buffers,
-                hits=self._pins.hits,
-                misses=self._pins.misses,
-                evictions=self._evictor.evictions,
-                evicted=dict(self._evictor.evicted),
-                leases=len(self._pins.held),
-            )
+            return Stats.of(self.memory, self._pins, self._evictor, below)
 
     def survey(self) -> Survey:
         """What every node holds. The lock is held for a few nodes at a time."""
         with self._entered():
-            disk = self.disk.trees.by_namespace() if self.disk is not None else {}
-        return Surveyor(self._entered, self._trees, disk).take(lambda: self._clock)
+            trees = dict(self._trees)
+        return survey_of(self._entered, trees, self.tiers, lambda: self._clock)
 
     def version(self) -> tuple[int, ...]:
         """Another one wherever a survey may have changed."""
-        parts = [self.memory, *([self.disk.trees.account] if self.disk is not None else [])]
-        return (self._clock, *(n for p in parts for n in (p.held.nodes, p.held.total)))
+        held = self.memory.held
+        below = [n for tier in self.tiers for n in tier.browse().version]
+        return (self._clock, held.nodes, held.total, *below)
 
     @property
     def limit(self) -> int:
@@ -468,8 +471,11 @@ class PrefixCache:
             self.memory.budget = parse_size(memory) if memory != "auto" else auto_size()
             self._evictor.make_room(self._trees.values(), 0, 0, self._clock)
 
-    def verify(self) -> None:
-        """Check every invariant of the tree and its accounting; raises BrokenInvariant."""
+    def verify(self, *, tiers: bool = False) -> None:
+        """Check every invariant of the tree and its accounting; raises BrokenInvariant. With
+        `tiers` everything below memory is read and checked, too."""
+        if tiers:
+            self._lower.verify()
         with self._entered():
             trees = list(self._trees.values())
             verify(trees, self.memory, self._pins.held, self.layout)
@@ -478,47 +484,33 @@ class PrefixCache:
     def flush(self, *, wait: bool = True, durable: bool = False) -> bool:
         """Make what is held outlive this process; returns when it does.
 
-        False where a part is not there after all: the disk refused, or has no room for it. Without
-        `wait` it is only given to the writer; False where that had no room for all of it.
+        False where a part is not there after all: a tier refused, or has no space for it. Without
+        `wait` it is only offered; False where a tier may not have taken all of it yet.
         `durable`: only what is sure to be asked for again, such as system prompts and users' turns.
-        A disk that refuses is said in the log."""
+        A tier that refuses is said in the log."""
         if wait:
             self._attached()
         with self._entered():
-            disk = self.disk
-            if disk is None:
-                return self._attaching is None
-        todo: list[Node] | None = None
-        refusals = disk.refusals
-        while True:
-            with self._entered():
-                try:
-                    # No more than there is now: others may go on, and this must end.
-                    todo = disk.fresh() if todo is None else todo
-                    todo = disk.keep_fresh(self._trees, todo, durable)
-                    disk.write_uses()
-                except Exception:
-                    log.exception("the disk tier could not be given what is new")
-                    todo = []
-            refused = disk.refusals > refusals
-            if wait:
-                refused |= not disk.wait() or disk.writer.paused or disk.refusals > refusals
-            if not wait or not todo or refused:
-                return not todo and not refused
+            if self._attaching is not None:
+                return False
+            if not wait:
+                return self._lower.hand_over(durable)
+        return self._lower.flush(self._entered, durable)
 
     def clear(self, *, give_back: bool = True) -> None:
-        """Forget everything, on disk too. Running requests go on, and store nothing more.
+        """Forget everything, in lower tiers too. Running requests go on, and store nothing more.
 
         Its memory goes back to the system; without `give_back` it stays for what comes next."""
         with self._entered():
             self._forget()
-            if self.disk is not None:
-                self.disk.forget()
+            forgotten = self._lower.forget()
+        for each in forgotten:
+            each.result()
         if give_back:
             heap.give_back()
 
     def close(self) -> None:
-        """What the disk tier has is there for the next process."""
+        """What the lower tiers have is there for the next process."""
         with self._lock:
             if self._closed:
                 return
@@ -528,14 +520,13 @@ class PrefixCache:
             with self._lock:
                 self._closed = True
                 self._forget()
-                if self.disk is not None:
-                    self.disk.close()
+            self._lower.close()
 
     def check_model(self, model: Any) -> None:
         """Raise unless the cache was made for this model."""
         if model is not self.model:
             self._binding.check(model)
-        elif self.disk is not None:
+        elif self._lower.lanes:
             self.rebind()
 
     def _find_limit(self) -> None:
@@ -547,41 +538,57 @@ class PrefixCache:
         self._divider = replace(self._divider, limit=limit.position)
 
     def _query(self, prompt: Tokens, salt: str | None, boundaries: Sequence[Boundary]) -> Query:
-        """To look for a prompt without leaving a trace."""
         namespace = self._binding.namespace.salted(salt)
-        tree = self._trees.get(namespace) or self._new_tree(namespace)
         cuts = self._divider.grid(len(prompt), boundaries)
-        return Query(namespace, tree, encode(prompt), cuts)
+        return Query(namespace, encode(prompt), cuts, self.layout, self.reuse)
 
-    def _why(self, match: Match, query: Query, other_salts: Sequence[str] = ()) -> Miss | None:
+    def _asked(
+        self,
+        tokens: Sequence[int] | npt.NDArray[Any],
+        salt: str | None,
+        boundaries: Sequence[Boundary],
+        tiers: bool,
+    ) -> tuple[Query, Tree, list[Answer]]:
+        """What is needed to say how much of a prompt there is, and leaves no trace."""
+        prompt = checked_tokens(tokens, self.vocabulary)
+        with self._entered():
+            query = self._query(prompt, salt, boundaries)
+            tree = self._trees.known(query.namespace)
+            tiers &= find(tree, query).at < query.length - 1
+        return query, tree, self._lower.ask(query) if tiers else []
+
+    def _promote(self, fetch: Fetch, tree: Tree) -> None:
+        pieces = fetch.taken() if fetch.future.done() and fetch.epoch == self._lower.epoch else []
+        try:
+            if pieces and fetch.found is not None:
+                self._promoter.promote(tree, fetch.query, pieces, fetch.found, self._clock)
+        except Exception:
+            log.exception("what was fetched could not be put into memory; it is computed again")
+        fetch.cancel()
+        self._drain()
+
+    def _used(self) -> list[Tree]:
+        return [pin.tree for pin in self._pins.held]
+
+    def _why(
+        self,
+        match: Match,
+        tree: Tree,
+        query: Query,
+        below: Found | None,
+        other_salts: Sequence[str] = (),
+    ) -> Miss | None:
         names = {self._binding.namespace.salted(salt) for salt in other_salts} - {query.namespace}
         named = [self._trees[name] for name in names if name in self._trees]
-        below = self._restorer.below
-        stored = below.tree(query.namespace) if below is not None else None
         try:
-            return self._explainer.why(match, query, stored, named)
+            return self._explainer.why(match, tree, query, below, named)
         except Exception:
             log.exception("the reason of a miss could not be found")
             return Miss(match.reason, match.shared, match.resume) if match.reason else None
 
-    def _tree(self, namespace: Namespace) -> Tree:
-        """The tree of a namespace. Empty ones are dropped now and then, or salts would pile up."""
-        if namespace not in self._trees and len(self._trees) >= self._most_trees:
-            used = {id(pin.tree) for pin in self._pins.held}
-            for known, tree in list(self._trees.items()):
-                if not tree.root.children and id(tree) not in used:
-                    del self._trees[known]
-            self._most_trees = 2 * len(self._trees) + 16
-        return self._trees.setdefault(namespace, self._new_tree(namespace))
-
-    def _new_tree(self, namespace: Namespace) -> Tree:
-        tree = Tree() if self.reuse == "fast" else ChunkTree()
-        tree.seed = hash(namespace) & (1 << 62) - 1
-        return tree
-
     def _forget(self) -> None:
         self._pins.forget()
-        _take_apart(self._trees)
+        self._trees.take_apart()
         self._evicted_index.clear()
         self.memory.held = Held()
         self._evictor.forget()
@@ -606,17 +613,19 @@ class PrefixCache:
             yield
 
 
-def _evicted(gone: EvictedIndex, restorer: Restorer, layout: Layout, item: Item) -> None:
+def _evicted(gone: EvictedIndex, lower: Lower, layout: Layout, item: Item) -> None:
     """Memory is about to let go of something.
 
     This is no method: a cache that its own evictor refers to would outlive its last user.
     """
     gone.note(item, resumable=not layout.has_state)
-    if restorer.below is not None:
-        restorer.below.let_down(item)
+    try:
+        lower.evicting(item)
+    except Exception:
+        log.exception("something evicted could not be offered to a lower tier")
 
 
-def _take_apart(trees: dict[Namespace, Tree]) -> None:
-    for tree in trees.values():
-        tree.clear()
-    trees.clear()
+def _let_go(trees: Forest, lower: Lower) -> None:
+    trees.take_apart()
+    for lane in lower.lanes:
+        lane.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +12,13 @@ import mlx.core as mx
 from rewarm.accel.launch import is_cuda
 from rewarm.values import Match
 
-from .find import Found, Query, find
+from .find import Query, ResumePoint, find
 from .layout import Layout
 from .ledger import Ledger
 from .model import MakeCaches
 from .payload import PackedState, Rows
-from .tiers.below import Below
+from .tiers.base import Found
+from .tiers.lower import Answer, Lower
 from .tree import Node, Tree
 
 log = logging.getLogger("rewarm")
@@ -33,30 +35,24 @@ class Restorer:
     layout: Layout
     blank: MakeCaches
     ledger: Ledger
-    below: Below | None = None
+    lower: Lower
 
-    def match(self, query: Query) -> Match:
-        """How much could be restored. Changes nothing."""
-        found = find(self.layout, query)
-        below = self.below.find(query) if self.below is not None else None
-        if below is not None and below.at > found.at:
-            found, below = replace(below, match=replace(below.match, tier="disk")), found
-        return _known_to_both(found, below).match
+    def match(self, tree: Tree, query: Query, answers: Sequence[Answer]) -> Match:
+        """How much could be reused, where a tier may give what memory has not. Changes nothing."""
+        point = find(tree, query)
+        best = max(answers, key=lambda answer: answer.found.resume, default=None)
+        for answer in answers:
+            point = known_below(point, answer.found)
+        if best is None or best.found.resume <= point.at:
+            return point.match
+        found = best.found
+        shared = max(point.match.shared, found.shared)
+        reason = point.match.reason if shared > found.shared else found.reason
+        return Match(query.length, shared, found.resume, reason, best.tier)
 
-    def promoted(self, found: Found, query: Query, now: int) -> Found:
-        """The match once memory has what only the disk had."""
-        below = self.below.find(query) if self.below is not None else None
-        if self.below is None or below is None:
-            return found
-        if below.at > found.at:
-            self.below.bring_up(below, query, now)
-            before, found = found.at, find(self.layout, query)
-            if found.at > before:
-                found = replace(found, match=replace(found.match, tier="disk"))
-            below = self.below.find(query)  # what turned out to be damaged is not known
-        return _known_to_both(found, below)
-
-    def restored(self, found: Found, query: Query, room: int) -> tuple[Found, list[Any]]:
+    def restored(
+        self, found: ResumePoint, tree: Tree, query: Query, room: int
+    ) -> tuple[ResumePoint, list[Any]]:
         """The caches of a match, with room for `room` tokens beyond the prompt."""
         if is_cuda():
             room += -(query.length + room) % STEP
@@ -67,14 +63,14 @@ class Restorer:
                 return found, caches
             except Exception:
                 log.exception("a stored prefix could not be restored; it is computed again")
-                if self._discard(query.tree, found.node):
-                    found = find(self.layout, query)
+                if self._discard(tree, found.node):
+                    found = find(tree, query)
                 else:
                     cold = replace(found.match, resume=0, reason="failed", tier=None)
-                    found = replace(found, match=cold, node=query.tree.root)
+                    found = replace(found, match=cold, node=tree.root)
         return found, self.blank()
 
-    def _built(self, found: Found, room: int) -> list[Any]:
+    def _built(self, found: ResumePoint, room: int) -> list[Any]:
         """Raises where anything is missing or of another form."""
         rows: list[Rows] = []
         window: list[Rows] = []
@@ -103,19 +99,16 @@ class Restorer:
         for each in reversed(below):
             self.ledger.count(each, -1)
             tree.remove(each)
-            if self.below is not None:
-                self.below.disk.gone(each)
+            self.lower.gone(each)
         return True
 
 
-def _known_to_both(found: Found, other: Found | None) -> Found:
-    """A match, where another tier knows more of the prompt without being able to resume there:
-    it is computed although it was known."""
-    if other is None or other.match.shared <= found.match.shared:
-        return found
-    match = replace(
-        found.match,
-        shared=other.match.shared,
-        reason=other.match.reason or found.match.reason,
-    )
-    return replace(found, match=match, junction=max(found.junction, other.junction))
+def known_below(point: ResumePoint, found: Found) -> ResumePoint:
+    """A match, where a tier may know more of the prompt than memory: what is computed although it
+    was known."""
+    known = point.match.shared
+    parts = found.reason == "diverged" and found.shared == known and point.match.reason is None
+    if found.shared <= known and not parts:
+        return point
+    match = replace(point.match, shared=found.shared, reason=found.reason or point.match.reason)
+    return replace(point, match=match, junction=max(point.junction, found.junction))

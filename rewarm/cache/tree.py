@@ -18,7 +18,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rewarm.values import Origin, Tokens
+from rewarm.values import Kind, Namespace, Origin, Tokens
+
+NOWHERE = Namespace("")
 
 WIDTH = 4
 """Bytes of a token in a key."""
@@ -55,7 +57,7 @@ class State(Protocol):
 class Checkpoint:
     """The state at a node's end. `state` is None where the rows alone hold everything."""
 
-    kind: str
+    kind: Kind
     state: State | None
     last_used: int
     hits: int = 0
@@ -161,10 +163,11 @@ class Tree:
     """The radix tree of one namespace. No two children of a node begin with the same token."""
 
     splits = True
-    seed = 0
-    """Tells its namespace from others where hashes of all of them lie together."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: Namespace = NOWHERE) -> None:
+        self.namespace = namespace
+        self.seed = hash(namespace) & (1 << 62) - 1
+        """Tells its namespace from others where hashes of all of them lie together."""
         self.root = Node(parent=None, start=0, key=b"")
 
     def walk(self, data: bytes, cuts: Sequence[int] = ()) -> Walk:

@@ -130,8 +130,8 @@ class Service:
         """A miss in words and figures, for the tenant whose prompt it is. Not on the event loop:
         it may have to read a long message."""
         cache = self.engine.cache
-        if miss.reason == "cold" and cache.disk is not None:
-            held = cache.disk.others.shared(prompt.tokens, salt)
+        if miss.reason == "cold":
+            held = cache.foreign(prompt.tokens, salt)
             if held > miss.shared:
                 miss = replace(miss, reason="other_model", held=held)
         messages = normalised(chat.messages) if chat is not None else None

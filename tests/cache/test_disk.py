@@ -28,7 +28,17 @@ from rewarm.values import Boundary
 from tests import zoo
 from tests.conftest import SOAK
 from tests.generate.test_explain_cache import evict
-from tests.support import CHUNK, Prompt, cold, divergence, joined, prompt, run
+from tests.support import (
+    CHUNK,
+    Prompt,
+    cold,
+    disk_of,
+    divergence,
+    handed_over,
+    joined,
+    prompt,
+    run,
+)
 
 ARCHITECTURES = ("qwen3_5", "nemotron_h", "gpt_oss", "llama", "gemma3_text", "deepseek_v3")
 
@@ -126,7 +136,7 @@ def test_a_second_process_goes_on_without_a_disk_tier(
     holder = cache_on(tmp_path, model)
     with caplog.at_level(logging.WARNING, "rewarm"):
         second = cache_on(tmp_path, model)
-    assert second.disk is None
+    assert not second.tiers
     assert str(os.getpid()) in caplog.text
     holder.close()
     second.close()
@@ -176,17 +186,16 @@ class Watch:
 def test_the_limit_is_kept_at_every_moment(name: str, limit: int, tmp_path: Path) -> None:
     model, vocabulary = zoo.tiny(name), zoo.vocabulary(name)
     cache = cache_on(tmp_path, model, memory="1MB", disk_size=str(limit))
-    assert cache.disk is not None
     seed = 0
     with Watch(tmp_path) as watch:
-        while cache.disk.writer.written < (10 if SOAK else 3) * limit:
+        while disk_of(cache).writer.written < (10 if SOAK else 3) * limit:
             run(model, cache, prompt(200, seed, vocabulary))
             seed += 1
             if seed % 3 == 0:
                 cache.flush()
     assert watch.most <= limit + watch.largest
     assert watch.most > limit // 2
-    assert not cache.disk.writer.paused
+    assert not disk_of(cache).writer.paused
     cache.flush()
     assert cache.match(prompt(200, seed - 1, vocabulary)).resume == 199
     cache.close()
@@ -298,9 +307,8 @@ def test_what_memory_lets_go_of_is_not_held_for_the_disk(tmp_path: Path) -> None
     cache = cache_on(tmp_path, model, memory="1MB")
     for seed in range(12):
         run(model, cache, prompt(200, seed, vocabulary))
-    assert cache.disk is not None
     assert cache.stats().evictions
-    assert len(cache.disk._fresh) <= cache.stats().entries
+    assert len(cache._lower.lanes[0].fresh) <= cache.stats().entries
     cache.close()
 
 
@@ -328,9 +336,8 @@ def test_what_the_disk_refused_is_written_another_time(
     cache = cache_on(tmp_path, model)
     run(model, cache, first)
     cache.flush()
-    assert cache.disk is not None
     run(model, cache, second)
-    store = cache.disk.store
+    store = disk_of(cache).store
     monkeypatch.setattr(store, what, Failing(getattr(store, what), times=2))
     tries = 0
     while not cache.flush():
@@ -378,8 +385,7 @@ def test_what_cannot_be_read_now_is_kept(tmp_path: Path, monkeypatch: pytest.Mon
     run(model, cache, asked)
     cache.close()
     cache = cache_on(tmp_path, model)
-    assert cache.disk is not None
-    store = cache.disk.store
+    store = disk_of(cache).store
     monkeypatch.setattr(store, "read", lambda *_: None)
     assert run(model, cache, asked[:50]).match.resume == 0
     monkeypatch.undo()
@@ -397,8 +403,7 @@ def test_a_clock_that_is_set_back_does_no_harm(
         monkeypatch.setattr(time, "time", lambda at=now - seed: at)
         run(model, cache, prompt(200, seed, vocabulary))
         cache.flush()
-    assert cache.disk is not None
-    assert not cache.disk.writer.paused
+    assert not disk_of(cache).writer.paused
     cache.close()
 
 
@@ -447,9 +452,9 @@ def write(
 
 
 def held_on_disk(cache: PrefixCache, prompts: list[Prompt]) -> list[bool]:
-    assert cache.disk is not None
-    found = [cache.disk.find(cache._query(each, None, ())) for each in prompts]
-    return [f is not None and f.at == len(p) - 1 for f, p in zip(found, prompts, strict=True)]
+    disk = disk_of(cache)
+    found = [disk.find(cache._query(each, None, ())).result() for each in prompts]
+    return [f is not None and f.resume == len(p) - 1 for f, p in zip(found, prompts, strict=True)]
 
 
 def test_what_was_just_written_outlives_whatever_is_older(
@@ -490,8 +495,7 @@ def test_asking_leaves_no_trace_on_disk(tmp_path: Path) -> None:
     cache = cache_on(tmp_path, model)
     for number in range(5):
         cache.match(prompt(50), salt=f"tenant {number}")
-    assert cache.disk is not None
-    assert cache.disk.store.namespaces() == []
+    assert disk_of(cache).store.namespaces() == []
     cache.close()
 
 
@@ -503,8 +507,7 @@ def test_a_disk_that_never_takes_anything_stops_nobody(
     cache = cache_on(tmp_path, model)
     run(model, cache, first)
     cache.flush()
-    assert cache.disk is not None
-    store = cache.disk.store
+    store = disk_of(cache).store
     monkeypatch.setattr(store, "commit", Failing(store.commit, times=1_000_000))
     run(model, cache, joined(first[:70], prompt(40, 2, vocabulary)))  # splits what is on disk
     ended = threading.Thread(target=cache.close, daemon=True)
@@ -520,8 +523,7 @@ def test_a_flush_ends_though_others_go_on(tmp_path: Path) -> None:
     model, vocabulary = zoo.tiny("llama"), zoo.vocabulary("llama")
     cache = cache_on(tmp_path, model)
     run(model, cache, prompt(60, 0, vocabulary))
-    assert cache.disk is not None
-    real, more = cache.disk.store.put_payload, iter(range(1, 40))
+    real, more = disk_of(cache).store.put_payload, iter(range(1, 40))
 
     def asked_meanwhile(*args: Any) -> Any:
         written = real(*args)
@@ -531,11 +533,11 @@ def test_a_flush_ends_though_others_go_on(tmp_path: Path) -> None:
             cache.flush(wait=False)
         return written
 
-    cache.disk.store.put_payload = asked_meanwhile  # type: ignore[method-assign]
+    disk_of(cache).store.put_payload = asked_meanwhile  # type: ignore[method-assign]
     cache.flush()
     assert next(more) < 10
     list(more)
-    cache.disk.wait()
+    disk_of(cache).flush(None)
     cache.close()
 
 
@@ -551,8 +553,8 @@ def written_after(cache: PrefixCache, model: Any, count: int) -> int:
     for seed in range(count):
         run(model, cache, prompt(60, seed, zoo.vocabulary("llama")))
     cache.flush(wait=False)
-    assert cache.disk is not None
-    disk, until = cache.disk.writer, time.monotonic() + 60
+    handed_over(cache)
+    disk, until = disk_of(cache).writer, time.monotonic() + 60
     while disk.waiting and not disk.rests:
         assert time.monotonic() < until, "the writer neither works nor rests"
         time.sleep(0.01)
@@ -564,9 +566,8 @@ def written_after(cache: PrefixCache, model: Any, count: int) -> int:
 def test_the_writer_stands_back_while_there_are_requests(tmp_path: Path) -> None:
     model = zoo.tiny("llama")
     cache = cache_on(tmp_path, model)
-    assert cache.disk is not None
     with cache.acquire(prompt(10)):
-        assert written_after(cache, model, 5) == cache.disk.writer.rests == 1
+        assert written_after(cache, model, 5) == disk_of(cache).writer.rests == 1
     cache.close()
 
 
@@ -575,8 +576,7 @@ def test_the_writer_stands_back_while_there_are_requests(tmp_path: Path) -> None
 def test_whoever_waits_for_the_writer_gets_all_of_it(call: str, tmp_path: Path) -> None:
     model = zoo.tiny("llama")
     cache = cache_on(tmp_path, model)
-    assert cache.disk is not None
-    disk = cache.disk.writer
+    disk = disk_of(cache).writer
     with cache.acquire(prompt(10)):
         written_after(cache, model, 5)
         waiter = threading.Thread(target=getattr(cache, call), daemon=True)
@@ -594,8 +594,7 @@ def test_the_writer_does_not_rest_for_nobody_nor_at_the_cost_of_what_comes(
 ) -> None:
     model = zoo.tiny("llama")
     cache = cache_on(tmp_path, model)
-    assert cache.disk is not None
-    disk = cache.disk.writer
+    disk = disk_of(cache).writer
     lease = cache.acquire(prompt(10))
     if case == "idle":
         lease.release()
@@ -621,8 +620,7 @@ def test_salts_that_nobody_asks_for_make_room_for_others(tmp_path: Path) -> None
     second.close()
     third = cache_on(tmp_path, model, disk_size="1MB")
     assert third.match(asked, salt="new").resume == len(asked) - 1
-    assert third.disk is not None
-    assert {n.about["salt"] for n in third.disk.store.namespaces() if n.bytes} >= {
+    assert {n.about["salt"] for n in disk_of(third).store.namespaces() if n.bytes} >= {
         hashlib.sha256(b"new").hexdigest()[:16]
     }
     third.close()
@@ -662,13 +660,12 @@ def test_what_is_being_written_is_not_counted_twice(
     """Half a job is in the store already, and all of it in the writer's queue."""
     model = zoo.tiny("qwen3_5")
     cache = cache_on(tmp_path, model, disk_size="3MB")
-    assert cache.disk is not None
-    writer, put = cache.disk.writer, cache.disk.store.put_payload
+    writer, put = disk_of(cache).writer, disk_of(cache).store.put_payload
     seen = []
 
     def without_the_queue() -> int:
         with writer._changed:  # others may add to it
-            return writer.left() + writer.waiting - writer.freeing
+            return writer.free_bytes() + writer.waiting - writer.freeing
 
     def watched(*given: Any) -> Any:
         before = without_the_queue()
@@ -676,7 +673,7 @@ def test_what_is_being_written_is_not_counted_twice(
         seen.append((before, without_the_queue()))
         return stored
 
-    monkeypatch.setattr(cache.disk.store, "put_payload", watched)
+    monkeypatch.setattr(disk_of(cache).store, "put_payload", watched)
     run(model, cache, prompt(300))
     assert cache.flush()
     assert seen

@@ -27,7 +27,7 @@ from tests import zoo
 from tests.cache.test_disk import Watch, cache_on
 from tests.cache.test_disk_store import processes
 from tests.conftest import SOAK
-from tests.support import cold, divergence, prompt, run
+from tests.support import cold, disk_of, divergence, prompt, run
 from tests.tiny import tiny_tokenizer
 
 # A chat, and a restart before its next turn
@@ -166,8 +166,7 @@ def test_a_kill_loses_nothing_flushed_and_serves_nothing_wrong(tmp_path: Path) -
     for seed in range(2000 if SOAK else 20):
         left = run_and_kill(tmp_path, seed)
         kept = cache_on(tmp_path, model, disk_size=LIMIT)
-        assert kept.disk is not None, "the store did not open"
-        found = kept.disk.store.verify()
+        found = disk_of(kept).store.verify()
         assert (found.damaged, found.dropped) == (0, 0)
         numbers = {seed * 1000, seed * 1000 + 1} | {max(seed - 1, 0) * 1000}
         if left.flushed is not None:

@@ -844,7 +844,7 @@ def test_damage_found_in_use_silences_the_store(
         lambda: kept.remove_payloads([1]),
         kept.namespaces,
         kept.bytes,
-        kept.room,
+        kept.free_bytes,
         kept.clear,
         kept.verify,
         kept.checkpoint,
@@ -925,7 +925,7 @@ def test_a_disk_that_fills_up_loses_nothing_and_goes_on(small_disk: Path) -> Non
         assert until_refused(lambda: made.append(add(kept, space, len(made)))) == errno.ENOSPC
         assert len(made) > 20
         assert len(on_disk(folder)) in (len(made), len(made) + 1)
-        assert kept.room() < 64 << 10
+        assert kept.free_bytes() < 64 << 10
         # Now not even the index can grow.
         node = node_of(0, 89, None)
 
@@ -1113,7 +1113,7 @@ def test_bytes_and_room_are_what_the_disk_says(folder: Path) -> None:
         assert kept.bytes() == used(folder)
         # The log of the index may be moved into it at any time, and goes on beside it.
         spare = kept.guard.index.may_grow
-        assert kept.room() == (10 << 20) - used(folder) - spare
+        assert kept.free_bytes() == (10 << 20) - used(folder) - spare
         flip(file_of(kept, made[0]), 9)
         assert kept.read(made[0]) is None
         assert kept.bytes() == used(folder)
@@ -1122,15 +1122,15 @@ def test_bytes_and_room_are_what_the_disk_says(folder: Path) -> None:
     with opened(folder, limit=10_000) as kept:
         kept.verify()
         assert kept.bytes() == used(folder)
-        assert kept.room() <= 10_000 - used(folder) < 0
+        assert kept.free_bytes() <= 10_000 - used(folder) < 0
 
 
 def test_room_leaves_a_reserve_on_the_disk(folder: Path) -> None:
     disk = shutil.disk_usage(folder.parent)
     with opened(folder, limit=1 << 60, reserve=disk.free + (1 << 30)) as kept:
-        assert kept.room() < 0
+        assert kept.free_bytes() < 0
     with opened(folder, limit=1 << 60) as kept:
-        assert 0 < kept.room() <= disk.total
+        assert 0 < kept.free_bytes() <= disk.total
 
 
 def test_the_quarantine_stays_small(folder: Path) -> None:

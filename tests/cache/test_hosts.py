@@ -74,7 +74,7 @@ def test_a_folder_that_another_user_prepared_gets_nothing(
         run(model, kept, prompt(100))
         kept.flush()
         kept.close()
-    assert kept.disk is None
+    assert not kept.tiers
     assert f"{prepared} belongs to user" in caplog.text
     assert not list(prepared.iterdir())
 

@@ -32,8 +32,10 @@ from tests.support import (
     Prompt,
     advance,
     cold,
+    disk_of,
     divergence,
     finish,
+    handed_over,
     held_bytes,
     joined,
     prompt,
@@ -219,8 +221,8 @@ class ProgramsOnDisk(Programs):
         for lease, _ in self.leases:
             lease.release()
         self.leases.clear()
-        disk = self.cache.disk
-        assert disk is not None
+        handed_over(self.cache)
+        disk = disk_of(self.cache)
         if clean:
             self.cache.close()
         else:
@@ -230,8 +232,7 @@ class ProgramsOnDisk(Programs):
 
     def teardown(self) -> None:
         super().teardown()
-        disk = self.cache.disk
-        assert disk is not None
+        disk = disk_of(self.cache)
         self.cache.flush()
         assert not disk.writer.paused
         assert disk.store.verify().clean

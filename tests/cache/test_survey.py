@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rewarm.cache.tiers.base import Browsed
 from rewarm.cache.tree import WIDTH, Checkpoint, ChunkTree, Tree
 from rewarm.cache.views import survey as module
 from rewarm.cache.views.survey import COLUMNS, SUMMED, Survey, Surveyor
@@ -37,7 +38,7 @@ def tree_of(*inserted: list[int]) -> Tree:
 
 
 def surveyed(memory: Tree, disk: Tree | None = None) -> Survey:
-    below = {OURS: disk} if disk is not None else {}
+    below = Browsed({OURS: disk} if disk is not None else {})
     return Surveyor(nullcontext, {OURS: memory}, below).take(lambda: 7)
 
 
@@ -68,7 +69,7 @@ def test_a_span_that_both_tiers_know_is_one_row(
     memory, disk = tree_of(*held), tree_of(*stored)
     survey = surveyed(memory, disk)
     check_shape(survey)
-    in_memory, on_disk = survey.column("memory rows"), survey.column("disk rows")
+    in_memory, on_disk = survey.column("upper rows"), survey.column("lower rows")
     for row in range(1, len(survey.keys)):
         path, tokens = path_of(survey, row), len(survey.keys[row]) // WIDTH
         for tree, nbytes in ((memory, in_memory), (disk, on_disk)):
@@ -113,13 +114,13 @@ def test_chunks_of_other_lengths_stay_apart() -> None:
     survey = surveyed(memory, disk)
     rows = sorted(survey.cells[2:, COLUMNS.index("tokens")].tolist())
     assert rows == [3, 4]
-    assert survey.column("memory rows").tolist().count(3) == 1
-    assert sorted(survey.column("disk rows")[2:].tolist()) == [3, 4]
+    assert survey.column("upper rows").tolist().count(3) == 1
+    assert sorted(survey.column("lower rows")[2:].tolist()) == [3, 4]
 
 
 def test_tenants_have_rows_of_their_own() -> None:
     trees = {OURS: tree_of([1, 2]), THEIRS: tree_of([1, 3])}
-    survey = Surveyor(nullcontext, trees, {}).take(lambda: 0)
+    survey = Surveyor(nullcontext, trees).take(lambda: 0)
     owners = {survey.owner(row) for row in range(1, len(survey.keys))}
     assert owners == {OURS, THEIRS}
     assert survey.owner(0) is None
@@ -157,7 +158,7 @@ def test_a_tree_that_changes_meanwhile_is_seen_before_or_after(
     for _ in range(8):
         for tree in trees:
             add(tree)
-    survey = Surveyor(entered, {OURS: trees[0]}, {OURS: trees[1]}).take(lambda: 0)
+    survey = Surveyor(entered, {OURS: trees[0]}, Browsed({OURS: trees[1]})).take(lambda: 0)
     check_shape(survey)
     paths = [path_of(survey, row) for row in range(2, len(survey.keys))]
     assert all(any(data.startswith(path) for data in known) for path in paths)
@@ -177,7 +178,7 @@ def test_the_lock_is_let_go_of_every_few_hundred_nodes() -> None:
         yield
         held.append(len(surveyor.keys) - before)
 
-    surveyor = Surveyor(entered, {OURS: tree}, {})
+    surveyor = Surveyor(entered, {OURS: tree})
     survey = surveyor.take(lambda: 0)
     assert survey.sums[0, SUMMED.index("nodes")] == 10_000
     assert max(held) <= module.SLICE

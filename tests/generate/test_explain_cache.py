@@ -10,7 +10,7 @@ import pytest
 
 from rewarm.cache import PrefixCache, prefix
 from rewarm.cache.evicted import GRAIN, EvictedIndex
-from rewarm.cache.views.miss import GLIMPSE
+from rewarm.cache.find import GLIMPSE
 from rewarm.cache.worth import What
 from rewarm.values import Miss
 from tests import zoo

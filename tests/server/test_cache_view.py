@@ -255,7 +255,7 @@ def fill(server: Running, nodes: int) -> None:
     """Put a large tree in the place of the tenant's who names no salt."""
     cache = server.engine.cache
     with cache._lock:
-        tree = cache._tree(cache._binding.namespace)
+        tree = cache._trees.of(cache._binding.namespace)
         tree.root = large_tree(nodes).root
         for node in tree.nodes():
             cache.memory.count(node)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, get_args
+
+from ..find import MEMORY
+from ..ledger import Ledger
+from ..pins import Pins
+from ..retention import Evictor
+from ..tiers.base import TierStats
+from ..worth import What
 
 
 @dataclass(frozen=True)
@@ -12,18 +21,72 @@ class Stats:
     entries: int
     checkpoints: int
     tokens: int
-    budget: int
-    bytes: dict[str, dict[str, int]]
-    """Really held, by tier, then by kind: rows, window, checkpoint; index is the tree itself."""
     buffers: int
     hits: int
     misses: int
-    evictions: int
-    evicted: dict[str, int]
-    """Evictions from memory by what went: leaf, checkpoint, window."""
     leases: int
+    tiers: Mapping[str, TierStats]
+    """By name: memory first, then what lies below it, from fast to slow."""
+
+    @classmethod
+    def of(
+        cls, ledger: Ledger, pins: Pins, evictor: Evictor, below: Mapping[str, TierStats]
+    ) -> Stats:
+        held = ledger.held
+        kinds = {
+            "rows": held.rows,
+            "window": held.window,
+            "checkpoint": held.checkpoint,
+            "index": held.index,
+        }
+        evicted = {what: evictor.evicted[what] for what in get_args(What)}
+        memory = TierStats(ledger.budget, kinds, evicted)
+        return cls(
+            entries=held.nodes,
+            checkpoints=held.checkpoints,
+            tokens=held.tokens,
+            buffers=held.buffers,
+            hits=pins.hits,
+            misses=pins.misses,
+            leases=len(pins.held),
+            tiers={MEMORY: memory, **below},
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """The figures as `GET /v1/cache` has them."""
+        names = (
+            *("entries", "checkpoints", "tokens", "budget", "bytes", "buffers", "hits", "misses"),
+            *("evictions", "evicted", "leases", "held"),
+        )
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def memory(self) -> TierStats:
+        return self.tiers[MEMORY]
+
+    @property
+    def below(self) -> dict[str, TierStats]:
+        return {name: tier for name, tier in self.tiers.items() if name != MEMORY}
+
+    @property
+    def budget(self) -> int:
+        return self.memory.budget
+
+    @property
+    def bytes(self) -> dict[str, dict[str, int]]:
+        """Really held, by tier, then by kind; `index` is the tree itself."""
+        return {name: dict(tier.kinds) for name, tier in self.tiers.items()}
 
     @property
     def held(self) -> int:
         """All payload bytes in memory, without the index."""
-        return sum(n for kind, n in self.bytes["memory"].items() if kind != "index")
+        return sum(n for kind, n in self.memory.kinds.items() if kind != "index")
+
+    @property
+    def evictions(self) -> int:
+        return sum(self.evicted.values())
+
+    @property
+    def evicted(self) -> Mapping[str, int]:
+        """Evictions from memory by what went: leaf, checkpoint, window."""
+        return {what: count for what, count in self.memory.evictions.items() if count}

@@ -2,15 +2,15 @@
 
 The lock is held for a few nodes at a time, and let go in between. So a survey is no instant's
 picture: a node is as it was when it was looked at, and one that is split or removed meanwhile is
-seen before or after that, never in between. Memory's tree and the disk's are walked together: where
-both know a span, it is one row.
+seen before or after that, never in between. Memory's tree and that of the first tier that has trees
+are walked together: where both know a span, it is one row.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from struct import Struct
@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from rewarm.values import Namespace
 
+from ..find import MEMORY
 from ..placement import WEIGHTS
-from ..tiers.disk.trees import SECOND
+from ..tiers.base import Browsed, Tier
 from ..tree import WIDTH, Node, Tree, agreement
 
 Column = npt.NDArray[np.int64]
@@ -44,12 +45,12 @@ COLUMNS = (
     "kind",
     "hits",
     "last_used",
-    *(f"{tier} {kind}" for tier in ("memory", "disk") for kind in BYTES),
+    *(f"{level} {kind}" for level in ("upper", "lower") for kind in BYTES),
 )
-"""`part` is how many tokens of its node lie before a row: a node that the other tier knows in part
-has several rows. `last_used` is the cache's clock, and seconds since 1970 where only the disk has
-the span."""
-PACKED, IN_MEMORY, ON_DISK = (Struct(row).pack for row in (f"{len(COLUMNS)}q", "11q24x", "8q24x3q"))
+"""`part` is how many tokens of its node lie before a row: a node that the other tree knows in part
+has several rows. `last_used` is the cache's clock, and seconds since 1970 where only the lower tier
+has the span. `upper` is memory."""
+PACKED, UPPER, LOWER = (Struct(row).pack for row in (f"{len(COLUMNS)}q", "11q24x", "8q24x3q"))
 """A row's cells; padding is zeros, for the tier that has nothing."""
 
 Trees = Mapping[Namespace, Tree]
@@ -67,6 +68,8 @@ class Survey:
     owners: dict[int, Namespace]
     """The namespaces' own rows."""
     clock: int
+    tiers: tuple[str, str] = (MEMORY, "")
+    """The names of the upper and the lower tree's tiers."""
 
     def column(self, name: str) -> Column:
         found: Column = self.cells[:, COLUMNS.index(name)]
@@ -100,7 +103,7 @@ class Survey:
         return found.T
 
     def _summed(self) -> list[Column]:
-        held = [self.cells[:, COLUMNS.index(f"memory {BYTES[0]}") + i] for i in range(6)]
+        held = [self.cells[:, COLUMNS.index(f"upper {BYTES[0]}") + i] for i in range(6)]
         return [self.column("tokens"), (self.column("kind") > 0).astype(np.int64), *held]
 
     @cached_property
@@ -137,15 +140,15 @@ class Children:
 
 
 @dataclass(slots=True)
-class _Place:
+class _Branching:
     """A position at a row's end, and the branches that are still to be looked at there."""
 
     row: int
     at: int
     memory: list[Node]
-    disk: list[Node]
+    lower: list[Node]
     met: dict[bytes, Node] | None = None
-    """The disk's, by what they begin with, while memory's are compared with them."""
+    """The lower tree's, by what they begin with, while memory's are compared with them."""
 
 
 @dataclass
@@ -154,80 +157,90 @@ class Surveyor:
 
     entered: Callable[[], AbstractContextManager[None]]
     memory: Trees
-    disk: Trees
+    below: Browsed = field(default_factory=Browsed)
+    tier: str = ""
+    """The name of the tier whose trees are `below`."""
     cells: bytearray = field(default_factory=bytearray)
     keys: list[bytes] = field(default_factory=list)
 
     def take(self, clock: Callable[[], int]) -> Survey:
         owners: dict[int, Namespace] = {}
         self._note(-1, b"", 0)
-        with self.entered():
+        with self._entered():
             now = clock()
-            namespaces = list({**self.memory, **self.disk})
+            namespaces = list({**self.memory, **self.below.trees})
         for namespace in namespaces:
-            with self.entered():
+            with self._entered():
                 known = [
-                    tiers[namespace] for tiers in (self.memory, self.disk) if namespace in tiers
+                    tiers[namespace]
+                    for tiers in (self.memory, self.below.trees)
+                    if namespace in tiers
                 ]
                 trees = [tree for tree in known if tree.root.children]
                 first = self._root(owners, namespace, trees) if trees else None
             if first is not None:
                 self._walk(first, whole=not trees[0].splits)
         cells = np.frombuffer(self.cells, np.int64).reshape(-1, len(COLUMNS))
-        return Survey(cells, _sizes(cells[:, 0].tolist()), self.keys, owners, now)
+        sizes = _sizes(cells[:, 0].tolist())
+        return Survey(cells, sizes, self.keys, owners, now, (MEMORY, self.tier))
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with self.below.lock, self.entered():
+            yield
 
     def _root(
         self, owners: dict[int, Namespace], namespace: Namespace, trees: list[Tree]
-    ) -> _Place:
+    ) -> _Branching:
         row = self._note(0, b"", 0, trees[0].root)
         owners[row] = namespace
-        memory, disk = self.memory.get(namespace), self.disk.get(namespace)
-        branches = [_after(tree.root, 0) if tree is not None else [] for tree in (memory, disk)]
-        return _Place(row, 0, memory=branches[0], disk=branches[1])
+        memory, lower = self.memory.get(namespace), self.below.trees.get(namespace)
+        branches = [_after(tree.root, 0) if tree is not None else [] for tree in (memory, lower)]
+        return _Branching(row, 0, memory=branches[0], lower=branches[1])
 
-    def _walk(self, first: _Place, whole: bool) -> None:
+    def _walk(self, first: _Branching, whole: bool) -> None:
         places = [first]
         while places:
-            with self.entered():
+            with self._entered():
                 upto = len(self.keys) + SLICE
                 while places and len(self.keys) < upto:
-                    if places[-1].memory and places[-1].disk:
+                    if places[-1].memory and places[-1].lower:
                         self._together(places, whole)
                     else:
                         self._alone(places, upto)
             time.sleep(PAUSE)
 
-    def _together(self, places: list[_Place], whole: bool) -> None:
-        """Memory's next branch, and the disk's that begins like it: a row for what is one span in
-        both."""
+    def _together(self, places: list[_Branching], whole: bool) -> None:
+        """Memory's next branch, and the lower tree's that begins like it: what is one span in both
+        is a row."""
         place = places[-1]
         at, memory = place.at, _covering(place.memory.pop(), place.at)
         if place.met is None:
-            found = (_covering(node, at) for node in place.disk)
+            found = (_covering(node, at) for node in place.lower)
             place.met = {_edge(node, at, whole): node for node in found if node is not None}
         met = place.met.pop(_edge(memory, at, whole), None) if memory is not None else None
         if not (place.memory and place.met):
-            place.disk, place.met = list(place.met.values()), None
+            place.lower, place.met = list(place.met.values()), None
         if memory is None:
             return
-        disk = _covering(met, at) if met is not None else None
+        lower = _covering(met, at) if met is not None else None
         key = _from(memory, at)
-        if disk is not None:
-            other = _from(disk, at)
+        if lower is not None:
+            other = _from(lower, at)
             if key != other:
                 key = key[: agreement(key, other) * WIDTH]
-        row = self._note(place.row, key, at, memory, disk)
+        row = self._note(place.row, key, at, memory, lower)
         end = at + len(key) // WIDTH
-        further, below = _after(memory, end), _after(disk, end)
+        further, below = _after(memory, end), _after(lower, end)
         if further or below:
-            places.append(_Place(row, end, further, below))
+            places.append(_Branching(row, end, further, below))
 
-    def _alone(self, places: list[_Place], upto: int) -> None:
+    def _alone(self, places: list[_Branching], upto: int) -> None:
         """What one tier goes on with alone: the way of most nodes, so next to nothing is called
         for each."""
         place, keys, cells = places[-1], self.keys, self.cells
-        on_disk = not place.memory
-        nodes, pack = (place.disk, ON_DISK) if on_disk else (place.memory, IN_MEMORY)
+        is_lower = not place.memory
+        nodes, pack = (place.lower, LOWER) if is_lower else (place.memory, UPPER)
         while nodes and len(keys) < upto:
             row, at, node = place.row, place.at, nodes.pop()
             while True:  # down to where it parts
@@ -238,7 +251,7 @@ class Surveyor:
                     if found is None:
                         break
                     node, key = found, _from(found, at)
-                    row = self._note(row, key, at, *((None, node) if on_disk else (node, None)))
+                    row = self._note(row, key, at, *((None, node) if is_lower else (node, None)))
                 else:
                     rows, window, checkpoint = node.rows, node.window, node.checkpoint
                     cells += pack(
@@ -262,26 +275,31 @@ class Surveyor:
                 node = node.only
             if node.parent is not None and node.children:
                 further = list(node.children.values())
-                places.append(_Place(row, at, *(([], further) if on_disk else (further, []))))
+                places.append(_Branching(row, at, *(([], further) if is_lower else (further, []))))
                 return
         if not nodes:
             places.pop()
 
     def _note(
-        self, parent: int, key: bytes, at: int, memory: Node | None = None, disk: Node | None = None
+        self,
+        parent: int,
+        key: bytes,
+        at: int,
+        memory: Node | None = None,
+        lower: Node | None = None,
     ) -> int:
         tokens = len(key) // WIDTH
         end = at + tokens
-        node = memory or disk
+        node = memory or lower
         kind, name, seen = 0, (0, 0), (0, 0)
         if node is not None:
-            used = node.last_used if memory is not None else node.last_used // SECOND
+            used = node.last_used if memory is not None else node.last_used // self.below.second
             name, seen = (node.number, at - node.start), (node.hits, used)
             if node.checkpoint is not None and node.end == end:
                 kind = KIND[node.checkpoint.kind]
-            elif disk is not None and disk.checkpoint is not None and disk.end == end:
-                kind = KIND[disk.checkpoint.kind]
-        held = _held(memory, at, end) + _held(disk, at, end)
+            elif lower is not None and lower.checkpoint is not None and lower.end == end:
+                kind = KIND[lower.checkpoint.kind]
+        held = _held(memory, at, end) + _held(lower, at, end)
         self.cells += PACKED(parent, *name, at, tokens, kind, *seen, *held)
         self.keys.append(key)
         return len(self.keys) - 1
@@ -338,3 +356,17 @@ def _held(node: Node | None, start: int, stop: int) -> tuple[int, int, int]:
     checkpoint = node.checkpoint
     at_end = checkpoint is not None and node.end == stop
     return rows, window, checkpoint.nbytes if checkpoint is not None and at_end else 0
+
+
+def survey_of(
+    entered: Callable[[], AbstractContextManager[None]],
+    memory: Trees,
+    tiers: Sequence[Tier],
+    clock: Callable[[], int],
+) -> Survey:
+    """A survey of memory, and of the first tier that has trees to look at."""
+    for tier in tiers:
+        below = tier.browse()
+        if below.trees:
+            return Surveyor(entered, memory, below, tier.name).take(clock)
+    return Surveyor(entered, memory).take(clock)

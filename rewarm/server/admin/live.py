@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 import rewarm
 from rewarm.cache import PrefixCache
-from rewarm.cache.tiers.disk.figures import disk_figures
 from rewarm.errors import CacheClosed, NotReady
 
 from ..exchange import Exchange
@@ -107,20 +106,16 @@ def held(service: Service, salt: str | None) -> dict[str, Any]:
 
 def _cache(cache: PrefixCache) -> dict[str, Any]:
     stats = cache.stats()
-    kinds = stats.bytes["memory"]
-    tiers: dict[str, Any] = {
-        "memory": {"budget": stats.budget, "held": sum(kinds.values()), "kinds": kinds}
+    tiers: dict[str, dict[str, Any]] = {
+        name: {"budget": tier.budget, "held": tier.held, "kinds": dict(tier.kinds)}
+        for name, tier in stats.tiers.items()
     }
-    if cache.disk is not None:
-        disk = disk_figures(cache.disk)
-        tiers["disk"] = {
-            "budget": disk.budget,
-            "held": disk.held,
-            "kinds": {"files": disk.held},
-            "reads": disk.reads,
-            "written": disk.written,
-            "unwritten": disk.unwritten,
-            "evictions": disk.evictions,
+    for name, tier in stats.below.items():
+        tiers[name] |= {
+            "reads": tier.reads,
+            "written": tier.written,
+            "unwritten": tier.unwritten,
+            "evictions": sum(tier.evictions.values()),
         }
     return {
         "tiers": tiers,

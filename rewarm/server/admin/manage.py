@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import re
 import time
@@ -128,7 +127,7 @@ def manage_router(service: Service) -> APIRouter:
             tag = f'"{view.tag(wish)}{stats.hits:x}{stats.leases:x}"'
             if given == tag:
                 return Response(status_code=304, headers={"ETag": tag})
-            body = {**dataclasses.asdict(stats), "held": stats.held, "tree": view.reply(wish)}
+            body = {**stats.shown(), "tree": view.reply(wish)}
             return Json(body, headers={"ETag": tag, "Cache-Control": "no-cache"})
 
         return await service.off_loop(exchange_of(request), look)

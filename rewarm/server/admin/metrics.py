@@ -12,7 +12,9 @@ from prometheus_client.registry import Collector
 
 import rewarm
 from rewarm.cache import Stats
-from rewarm.cache.tiers.disk.figures import DiskFigures, disk_figures
+from rewarm.cache.find import MEMORY
+from rewarm.cache.tiers.base import TierStats
+from rewarm.cache.tiers.disk.tier import DiskTier
 from rewarm.engine.engine import Engine, EngineStats
 from rewarm.errors import CacheClosed, NotReady
 from rewarm.values import Cost, Reason
@@ -72,7 +74,7 @@ class Metrics:
             self._first_token.labels(endpoint)
             for kind in ("cached", "replayed", "prefilled"):
                 self._prompt.labels(endpoint, kind)
-        for tier in ("memory", "disk"):
+        for tier in (MEMORY, DiskTier.name):
             self._restored.labels(tier)
         for reason in get_args(Reason):
             self._missed.labels(reason)
@@ -146,10 +148,10 @@ class _Now(Collector):
         try:
             yield from self._requests(self._engine.stats())
             cache = self._engine.cache
-            disk = disk_figures(cache.disk) if cache.disk is not None else None
-            yield from self._cache(cache.stats(), disk)
-            if disk is not None:
-                yield from self._disk(disk)
+            stats = cache.stats()
+            yield from self._cache(stats)
+            for name, tier in stats.below.items():
+                yield from self._tier(name, tier)
         except (NotReady, CacheClosed):
             return
 
@@ -174,7 +176,7 @@ class _Now(Collector):
             "rewarm_warm_ahead_tokens", "Tokens prefilled ahead of requests.", engine.warm_tokens
         )
 
-    def _cache(self, stats: Stats, disk: DiskFigures | None) -> Iterator[Metric]:
+    def _cache(self, stats: Stats) -> Iterator[Metric]:
         sizes = GaugeMetricFamily(
             "rewarm_cache_bytes", "Bytes held, by tier and kind.", labels=["tier", "kind"]
         )
@@ -182,7 +184,7 @@ class _Now(Collector):
             for kind, size in kinds.items():
                 sizes.add_metric([tier, kind], size)
         yield sizes
-        budgets = {"memory": stats.budget, **({"disk": disk.budget} if disk else {})}
+        budgets = {name: tier.budget for name, tier in stats.tiers.items()}
         yield _gauge("cache_budget_bytes", "The most bytes that a tier holds.", "tier", budgets)
         yield GaugeMetricFamily("rewarm_cache_entries", "Nodes of the tree.", stats.entries)
         yield GaugeMetricFamily("rewarm_cache_checkpoints", "Checkpoints held.", stats.checkpoints)
@@ -194,20 +196,21 @@ class _Now(Collector):
         evictions = CounterMetricFamily(
             "rewarm_cache_evictions", "What had to go, by tier and kind.", labels=["tier", "what"]
         )
-        for what in ("leaf", "checkpoint", "window"):
-            evictions.add_metric(["memory", what], stats.evicted.get(what, 0))
-        if disk is not None:
-            evictions.add_metric(["disk", "any"], disk.evictions)
+        for name, held in stats.tiers.items():
+            for what, count in held.evictions.items():
+                evictions.add_metric([name, what], count)
         yield evictions
 
-    def _disk(self, disk: DiskFigures) -> Iterator[Metric]:
-        yield CounterMetricFamily("rewarm_disk_reads", "Spans brought up to memory.", disk.reads)
-        yield CounterMetricFamily("rewarm_disk_written_bytes", "Bytes written.", disk.written)
+    def _tier(self, name: str, tier: TierStats) -> Iterator[Metric]:
+        yield CounterMetricFamily(f"rewarm_{name}_reads", "Spans brought up to memory.", tier.reads)
+        yield CounterMetricFamily(f"rewarm_{name}_written_bytes", "Bytes written.", tier.written)
         yield GaugeMetricFamily(
-            "rewarm_disk_unwritten_bytes", "Bytes that wait to be written.", disk.unwritten
+            f"rewarm_{name}_unwritten_bytes", "Bytes that wait to be written.", tier.unwritten
         )
         yield GaugeMetricFamily(
-            "rewarm_disk_paused", "1 where the disk refused a moment ago.", float(disk.paused)
+            f"rewarm_{name}_paused",
+            "1 where the tier refused a moment ago.",
+            float(tier.paused),
         )
 
 

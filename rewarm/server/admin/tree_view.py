@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,6 @@ SHORT = 0.01
 """Seconds of a survey that is taken whenever something has changed."""
 LABELS = 200
 """Spans of a reply that have their words: those with the most below them."""
-HELD = [(tier, kind) for tier in ("memory", "disk") for kind in BYTES]
 
 
 @dataclass(frozen=True)
@@ -182,13 +181,13 @@ class _Page:
                 "parent": names.get(parent),
                 "start": start,
                 "tokens": tokens,
-                "bytes": _bytes(cell),
+                "bytes": _bytes(cell, self.survey.tiers),
                 "checkpoint": KINDS[kind],
                 "hits": hits,
                 "last_used": last_used,
             }
             if not leaf:
-                node["with_below"] = _summed(below)
+                node["with_below"] = _summed(below, self.survey.tiers)
             nodes.append(node)
         return nodes
 
@@ -205,7 +204,7 @@ class _Page:
                     "parent": self.survey.name(row),
                     "count": stop - first,
                     "offset": first - start,
-                    **_summed(children.together(first, stop)),
+                    **_summed(children.together(first, stop), self.survey.tiers),
                 }
 
     def _last_use(self, roots: list[int]) -> int:
@@ -252,20 +251,21 @@ class _Page:
         return role
 
 
-def _bytes(values: list[int]) -> dict[str, dict[str, int]]:
+def _bytes(values: list[int], tiers: Sequence[str]) -> dict[str, dict[str, int]]:
     """By tier and kind: they are the last of a row and of a sum alike."""
     found: dict[str, dict[str, int]] = {}
-    for (tier, kind), nbytes in zip(HELD, values[-len(HELD) :], strict=True):
+    names = [(tier, kind) for tier in tiers for kind in BYTES]
+    for (tier, kind), nbytes in zip(names, values[-len(names) :], strict=True):
         if nbytes:
             found.setdefault(tier, {})[kind] = nbytes
     return found
 
 
-def _summed(values: list[int]) -> dict[str, Any]:
+def _summed(values: list[int], tiers: Sequence[str]) -> dict[str, Any]:
     nodes, tokens, checkpoints = values[:3]
     return {
         "nodes": nodes,
         "tokens": tokens,
         "checkpoints": checkpoints,
-        "bytes": _bytes(values),
+        "bytes": _bytes(values, tiers),
     }

@@ -117,7 +117,7 @@ class Quarantine:
                 self.nbytes -= size
 
 
-class Held(Exception):
+class FolderHeld(Exception):
     """A folder that another process has."""
 
 
@@ -131,7 +131,7 @@ class FolderLock:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise Held(self._holder(os.pread(fd, 1024, 0))) from None
+                raise FolderHeld(self._holder(os.pread(fd, 1024, 0))) from None
             os.fchmod(fd, 0o600)
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
             os.ftruncate(fd, 0)

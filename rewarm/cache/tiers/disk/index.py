@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from .files import Damaged, Written, size_of, sync_folder
-from .records import Loaded, NamespaceInfo, PayloadRow, StoredNode, StoredPayload
+from .records import NamespaceInfo, NamespaceRows, PayloadRow, StoredNode, StoredPayload
 
 FORMAT = 2
 """The version of files and index. A store of another one is set aside."""
@@ -253,15 +253,15 @@ class Index:
         span = None if start is None else (start, stop)
         return PayloadRow(id, namespace, Written(name, nbytes, checksum), span, intact)
 
-    def load(self, namespace: int, missing: Set[int] = frozenset()) -> Loaded:
+    def load(self, namespace: int, missing: Set[int] = frozenset()) -> NamespaceRows:
         """`missing`: payloads to be taken as gone."""
         with no_collection():
-            found = Loaded()
+            found = NamespaceRows()
             self._load_payloads(found, namespace, missing)
             self._load_nodes(found, namespace)
         return found
 
-    def _load_payloads(self, found: Loaded, namespace: int, missing: Set[int]) -> None:
+    def _load_payloads(self, found: NamespaceRows, namespace: int, missing: Set[int]) -> None:
         question = f"SELECT {PAYLOAD}, seal FROM payload WHERE namespace = ?"
         for row in self._db.execute(question, (namespace,)):
             space, id, name, nbytes, checksum, start, stop, mark = row
@@ -271,7 +271,7 @@ class Index:
                 span = None if start is None else (start, stop)
                 found.payloads[id] = StoredPayload(id, Written(name, nbytes, checksum), span)
 
-    def _load_nodes(self, found: Loaded, namespace: int) -> None:
+    def _load_nodes(self, found: NamespaceRows, namespace: int) -> None:
         children: dict[int | None, list[StoredNode]] = {}
         everything = []
         question = f"SELECT {NODE}, seal FROM node WHERE namespace = ?"

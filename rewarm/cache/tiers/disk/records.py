@@ -9,7 +9,7 @@ from rewarm.errors import RewarmError
 
 from .files import Written
 
-Span = tuple[int, int]
+TokenSpan = tuple[int, int]
 """The tokens whose rows a payload holds; a checkpoint has none."""
 
 
@@ -34,7 +34,7 @@ class StoredPayload(NamedTuple):
 
     id: int
     written: Written
-    span: Span | None = None
+    span: TokenSpan | None = None
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +76,7 @@ class NamespaceInfo:
 
 
 @dataclass
-class Loaded:
+class NamespaceRows:
     """The intact part of a namespace, parents before children, and what is not part of it."""
 
     nodes: list[StoredNode] = field(default_factory=list)
@@ -94,7 +94,7 @@ class PayloadRow:
     id: int
     namespace: int
     written: Written
-    span: Span | None
+    span: TokenSpan | None
     intact: bool = True
     """Whether its seal is whole."""
 

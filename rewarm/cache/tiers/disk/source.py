@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from ...payload import PackedState, Rows
-from .codec import Receiver, pack_rows, pack_state, unpack_rows, unpack_state
-from .files import Arrays
-from .records import Span, StoredPayload
+from collections.abc import Sequence
+
+from ..base import Sealed
+from ..codec import Received
+from .files import Entry
+from .records import StoredPayload, TokenSpan
 from .store import Store
 
 HEADER = 1024
@@ -14,50 +16,38 @@ HEADER_PER_ARRAY = 128
 
 
 class Source:
-    """One payload. `waiting` until it is written, `stored` from then on."""
+    """One payload. It has `arrays` until it is written, and is `stored` from then on."""
 
-    __slots__ = ("nbytes", "packed", "span", "stored", "users", "waiting")
+    __slots__ = ("arrays", "nbytes", "span", "stored", "users")
 
     def __init__(
         self,
-        span: Span | None,
+        span: TokenSpan | None,
         stored: StoredPayload | None = None,
-        waiting: Rows | PackedState | None = None,
-        packed: Arrays | None = None,
+        arrays: Sealed | None = None,
     ) -> None:
         self.span = span
         self.stored = stored
-        self.waiting = waiting
-        self.packed = packed
+        self.arrays = arrays
         self.users = 0
         """Parts of the tree that are in it: nodes may share a file."""
         if stored is not None:
             self.nbytes = stored.written.nbytes
         else:
-            arrays = packed.values() if packed is not None else ()
+            parts = arrays.values() if arrays is not None else ()
             # Never changes, so that what was counted in is counted out; the file may differ.
-            self.nbytes = HEADER + sum(a.nbytes + HEADER_PER_ARRAY for a in arrays)
+            self.nbytes = HEADER + sum(a.nbytes + HEADER_PER_ARRAY for a in parts)
 
-    @staticmethod
-    def of_rows(rows: Rows) -> Source:
-        return Source((rows.start, rows.stop), waiting=rows, packed=pack_rows(rows))
+    def load(self, store: Store) -> Sealed | None:
+        """The payload from where it waits, or from its file; None where that is damaged or gone."""
+        arrays, stored = self.arrays, self.stored
+        if arrays is not None or stored is None:
+            return arrays
+        return store.read(stored, _received)
 
-    @staticmethod
-    def of_state(state: PackedState) -> Source:
-        return Source(None, waiting=state, packed=pack_state(state))
 
-    def load(self, store: Store) -> Rows | PackedState | None:
-        """From where it waits, or from its file; None where that is damaged or gone."""
-        waiting, stored = self.waiting, self.stored
-        if waiting is not None:
-            return waiting
-        received = Receiver()
-        arrays = store.read(stored, received.new) if stored is not None else None
-        if stored is None or arrays is None:
-            return None
-        if self.span is not None:
-            return unpack_rows(arrays, received)
-        return unpack_state(arrays, received)
+def _received(entries: Sequence[Entry]) -> Sealed:
+    return Received((entry.name, entry.shape, entry.dtype) for entry in entries)
 
 
 class OnDisk:
@@ -82,7 +72,3 @@ class OnDisk:
         upper = OnDisk(self.source, self.start, min(at, self.stop)) if self.start < at else None
         lower = OnDisk(self.source, max(at, self.start), self.stop) if self.stop > at else None
         return upper, lower
-
-    def of(self, payload: Rows | PackedState | None) -> Rows | PackedState | None:
-        """This part of what its source loaded."""
-        return payload.part(self.start, self.stop) if isinstance(payload, Rows) else payload

@@ -21,25 +21,25 @@ from typing import Any
 
 from . import files
 from .files import Arrays, Damaged, Entry
-from .folder import LOCK, PAYLOADS, QUARANTINE, FolderLock, Held, Quarantine, prepare, why_not
+from .folder import LOCK, PAYLOADS, QUARANTINE, FolderHeld, FolderLock, Quarantine, prepare, why_not
 from .guard import Guard
 from .index import Index
 from .records import (
     AddNode,
     AddPayload,
     Change,
-    Loaded,
     NamespaceInfo,
+    NamespaceRows,
     PayloadRow,
     RemoveNode,
     RemovePayload,
-    Span,
     StoreBroken,
     StoredNode,
     StoredPayload,
     StoreError,
     StoreHeld,
     StoreUnusable,
+    TokenSpan,
     UpdateNode,
     Verified,
 )
@@ -91,7 +91,7 @@ class Store:
             folder = prepare(Path(folder))
             lock = FolderLock(folder / LOCK)
             return cls(folder, limit, reserve, lock, Quarantine(folder / QUARANTINE, limit))
-        except Held as holder:
+        except FolderHeld as holder:
             raise StoreHeld(
                 f"{folder} is held by {holder}: stop it, or choose another folder"
             ) from None
@@ -178,7 +178,7 @@ class Store:
             self._spaces = {**self._spaces, space.id: space}  # others read it without a lock
             return space.id
 
-    def put_payload(self, arrays: Arrays, span: Span | None) -> StoredPayload:
+    def put_payload(self, arrays: Arrays, span: TokenSpan | None) -> StoredPayload:
         """Write a file. It is in nobody's way, and gone after a restart, until it is committed."""
         self.guard.check_usable()
         self.sweeper.finish()  # room was asked for without what a kill left
@@ -262,7 +262,7 @@ class Store:
             if row.intact:  # otherwise its name may be another's; the sweep finds the file
                 files.remove(self._payloads, row.written.name)
 
-    # Room
+    # Space
 
     def bytes(self) -> int:
         """What the store takes on disk: payloads, index, quarantine, and orphans once found."""
@@ -271,7 +271,7 @@ class Store:
             self._files + self.guard.index.nbytes() + self._quarantine.nbytes + self.sweeper.nbytes
         )
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """How many more bytes may be written now. Negative where there are too many already."""
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize - self.reserve
@@ -370,7 +370,7 @@ class Store:
             self._lose(id, why)
         return False
 
-    def _drop(self, index: Index, found: Loaded) -> None:
+    def _drop(self, index: Index, found: NamespaceRows) -> None:
         """Remove what `load` did not find intact, and what only that had use for."""
         for id in found.unused:
             del found.payloads[id]

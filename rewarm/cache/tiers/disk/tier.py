@@ -7,29 +7,30 @@ is read from where it waits."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from rewarm.values import Namespace
+from rewarm.errors import BrokenInvariant
+from rewarm.values import Namespace, Tokens
 
-from ...find import Found, Query, find
+from ...find import Query, find, parting
 from ...layout import Layout
-from ...payload import PackedState, Rows, chained
+from ...payload import Rows, chained
 from ...pins import Pin
-from ...placement import WEIGHTS
-from ...retention import Item, Retention
-from ...tree import Node, Payload, Tree
-from .others import Others
-from .room import Room
+from ...retention import Retention
+from ...tree import Node
+from ..base import Browsed, FetchCancelled, Found, Offer, Span, Take, Tier, TierStats, resolved
+from ..seal import Sealer
+from .foreign import ForeignNamespaces
 from .source import OnDisk, Source
+from .space import DiskSpace
 from .store import Store
-from .trees import DiskTree, DiskTrees
+from .trees import SECOND, DiskTree, DiskTrees
 from .writer import Writer
 
-DURABLE = 4.0
-"""Kinds of checkpoints of this weight or more are written before they are evicted."""
 READERS = 4
 GROUP = 4 << 20
 """Bytes up to which nodes that are written together share a file: opening one takes as long as
@@ -39,17 +40,19 @@ GROUP_SHARE = 64
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A node of a path as read from disk."""
+class Handle:
+    """What a `Found` of this tier stands for."""
 
+    own: DiskTree
     node: Node
-    rows: Rows | None
-    window: Rows | None
-    state: PackedState | None
+    at: int
+    known: int
 
 
-class DiskTier:
-    """Called with the cache's lock held, except for `wait` and `close`."""
+class DiskTier(Tier):
+    """A folder that outlives the process. Its trees belong to whoever has its lock."""
+
+    name = "disk"
 
     def __init__(
         self,
@@ -58,77 +61,112 @@ class DiskTier:
         policy: Retention,
         namespace: Namespace,
         *,
-        name: str,
+        model: str,
         grid: str,
+        in_use: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`name` and `grid` are the model and the reuse mode, as people call them."""
+        """`model` and `grid` are the model and the reuse mode, as people call them. `in_use` says
+        whether there are requests, which writing would slow down."""
         self.store = store
         self.layout = layout
-        self.writer = Writer(store)
+        self.writer = Writer(store, in_use)
         self.loads = 0
-        """Spans that were brought up to memory."""
-        self.trees = DiskTrees(store, self.writer, layout, namespace, name=name, grid=grid)
-        self.others = Others(store, self.trees.is_ours)
-        self._room = Room(store, self.writer, self.trees, layout, policy)
+        self.trees = DiskTrees(store, self.writer, layout, namespace, model=model, grid=grid)
+        self._foreign = ForeignNamespaces(store, self.trees.is_ours)
+        self._space = DiskSpace(store, self.writer, self.trees, layout, policy)
         self._readers = ThreadPoolExecutor(READERS, "rewarm-disk-read")
-        self._fresh: dict[Node, Tree] = {}
-        self._left_out = 0
         self._group = min(GROUP, store.limit // GROUP_SHARE)
+        self._lock = threading.RLock()
+        self._returned: list[Offer] = []
+        """What could not be written, to be offered another time."""
 
     # Reading
 
-    def find(self, query: Query) -> Found | None:
+    def find(self, query: Query) -> Future[Found | None]:
+        with self._lock:
+            return resolved(self._found(query))
+
+    def _found(self, query: Query) -> Found | None:
         self._undo_failed()
         own = self.trees.known(query.namespace)
-        return find(self.layout, replace(query, tree=own.tree)) if own is not None else None
+        if own is None:
+            return None
+        point = find(own.tree, query)
+        checkpoint = point.node.checkpoint if point.node.end == point.at else None
+        handle = Handle(own, point.node, point.at, query.known)
+        return Found(
+            point.at,
+            sum(source.nbytes for source in self._wanted(handle)),
+            handle,
+            checkpoint.kind if checkpoint is not None else None,
+            checkpoint.hint if checkpoint is not None else 1.0,
+            point.match.shared,
+            point.junction,
+            point.match.reason,
+            parting(own.tree, query),
+        )
 
-    def load(self, namespace: Namespace, found: Found, known: int) -> Iterator[Loaded]:
-        """The nodes of a path that reach beyond what memory knows, from the first on.
-
-        Files are read ahead of what is taken. It ends where something turns out to be damaged,
-        which is then forgotten with all below it."""
-        own = self.trees.of(namespace)
-        first = self.layout.reach(found.at)
-        reads: dict[Source, Future[Rows | PackedState | None]] = {}
-        wanted: list[tuple[Node, list[OnDisk | None]]] = []
-        for node in list(found.node.path())[::-1]:
+    def _wanted(self, handle: Handle) -> dict[Source, Node]:
+        """The payloads to load, each with the first node that is in it."""
+        end = handle.node
+        first = self.layout.reach(handle.at)
+        found: dict[Source, Node] = {}
+        for node in list(end.path())[::-1]:
             windowed = node.end > first or node.start < self.layout.kept
-            checkpoint = node.checkpoint if node is found.node else None
-            parts = [
-                part if isinstance(part, OnDisk) else None
-                for part in (
-                    node.rows if node.end > known else None,
-                    node.window if windowed else None,
-                    checkpoint.state if checkpoint is not None else None,
-                )
-            ]
-            for part in parts:
-                if part is not None and part.source not in reads:
-                    reads[part.source] = self._readers.submit(part.source.load, self.store)
-            wanted.append((node, parts))
-        # What is put into memory may push other things out of it, down to here.
-        pin = Pin(own.tree, found.node)
-        pin.take()
-        lost = None
-        try:
-            for node, parts in wanted:
-                got = [p and p.of(reads[p.source].result()) for p in parts]
-                if any(p is not None and g is None for p, g in zip(parts, got, strict=True)):
-                    lost = node
-                    return
-                self.trees.use(node, is_end=node is found.node)
-                self.loads += 1
-                rows, window, state = got
-                yield Loaded(
-                    node,
-                    rows if isinstance(rows, Rows) else None,
-                    window if isinstance(window, Rows) else None,
-                    state if isinstance(state, PackedState) else None,
-                )
-        finally:
-            pin.drop()
-            if lost is not None and self._is_gone(lost):
-                self.trees.drop(own, lost)
+            checkpoint = node.checkpoint if node is end and node.end == handle.at else None
+            for part in (
+                node.rows if node.end > handle.known else None,
+                node.window if windowed else None,
+                checkpoint.state if checkpoint is not None else None,
+            ):
+                if isinstance(part, OnDisk):
+                    found.setdefault(part.source, node)
+        return found
+
+    def fetch(self, found: Found, take: Take) -> Future[None]:
+        handle: Handle = found.handle
+        done: Future[None] = Future()
+        with self._lock:
+            wanted = self._wanted(handle)
+            # What is put into memory may push other things out of it, down to here.
+            pin = Pin(handle.own.tree, handle.node)
+            pin.take()
+        lost: list[Node] = []
+        left = len(wanted)
+
+        def read(source: Source, node: Node) -> None:
+            nonlocal left
+            try:
+                arrays = source.load(self.store)
+                if arrays is None or not take(arrays):
+                    lost.append(node)
+            except FetchCancelled:
+                pass
+            finally:
+                with self._lock:
+                    left -= 1
+                    if not left:
+                        self._fetched(handle, pin, lost)
+                        done.set_result(None)
+
+        for source, node in wanted.items():
+            self._readers.submit(read, source, node)
+        if not wanted:
+            with self._lock:
+                self._fetched(handle, pin, lost)
+            done.set_result(None)
+        return done
+
+    def _fetched(self, handle: Handle, pin: Pin, lost: Sequence[Node]) -> None:
+        pin.drop()
+        if not lost:
+            path = list(handle.node.path())
+            self.loads += sum(node.end > handle.known for node in path)
+            for node in path:
+                self.trees.use(node, is_end=node is handle.node)
+        for node in lost:
+            if self._is_gone(node):
+                self.trees.drop(handle.own, node)
 
     def _is_gone(self, node: Node) -> bool:
         """Whether a part of a node was damaged; what could only not be read now is kept."""
@@ -136,190 +174,167 @@ class DiskTier:
         sources = [p.source for p in (node.rows, node.window, state) if isinstance(p, OnDisk)]
         return any(s.stored is not None and not self.store.knows(s.stored) for s in sources)
 
-    @property
-    def evictions(self) -> int:
-        return self._room.evictions
+    def foreign(self, prompt: Tokens, salt: str | None) -> int:
+        return self._foreign.shared(prompt, salt)
 
     # Writing
 
-    def keep(self, namespace: Namespace, memory: Tree, node: Node) -> bool:
-        """Have a memory node, with all above it, written. False where there is no room for it."""
-        chunked = not memory.splits
-        self._undo_failed()
-        own = self.trees.of(namespace)
-        path = list(node.path())[::-1]
-        data = b"".join(each.key for each in path)
-        cuts = list(itertools.accumulate(each.length for each in path))
-        at = own.tree.walk(data, cuts if chunked else ())
+    def offer(self, offers: Sequence[Offer]) -> list[Offer]:
+        with self._lock:
+            self._undo_failed()
+            refused = [offer for offer in offers if not self._keep(offer)]
+            self.trees.write_uses()
+            refused, self._returned = [*self._returned, *refused], []
+            return refused
+
+    def _keep(self, offer: Offer) -> bool:
+        """Have a path written, as far as it is not yet. False where there is no room for it."""
+        own = self.trees.of(offer.namespace)
+        receipt = replace(offer, path=())  # what waits to be written must not hold all of it
+        end = offer.path[-1]
+        at = own.tree.walk(offer.data, offer.cuts)
         upper, shared = at.node, at.shared
-        if chunked:
+        if offer.exact:
             shared = upper.end
-        elif shared < upper.end and (shared < node.end or node.checkpoint is not None):
+        elif shared < upper.end and (shared < end.end or end.kind is not None):
             upper = self.trees.split(own, upper, shared)
-        for group in self._groups([each for each in path if each.end > shared]):
-            added = self._add(own, upper, group, memory)
+        seal = Sealer(offer)
+        for group in self._groups([span for span in offer.path if span.end > shared]):
+            added = self._add(own, upper, group, receipt, seal)
             if added is None:
                 return False
             upper = added
         if self.layout.has_window:
-            self._keep_windows(own, upper, path, memory)
-        if node.checkpoint is None:
-            return True
-        return self._keep_checkpoint(own, upper, node, memory)
+            self._keep_windows(own, upper, offer.path, receipt, seal)
+        return end.kind is None or self._keep_checkpoint(own, upper, end, receipt, seal)
 
-    def changed(self, tree: Tree, node: Node) -> None:
-        """Memory has something new."""
-        self._fresh[node] = tree
+    def _groups(self, spans: list[Span]) -> Iterator[list[Span]]:
+        """Spans that continue one another, divided into what goes into one file."""
+        group: list[Span] = []
+        size = 0
+        for span in spans:
+            nbytes = span.rows.nbytes if span.rows is not None else 0
+            if group and (size + nbytes > self._group or not _alike(group[0].rows, span.rows)):
+                yield group
+                group, size = [], 0
+            group.append(span)
+            size += nbytes
+        if group:
+            yield group
 
-    def fresh(self) -> list[Node]:
-        """What memory has that was not given to the writer yet, or that the disk refused."""
-        self._undo_failed()
-        return list(self._fresh)
+    def _add(
+        self, own: DiskTree, parent: Node, spans: list[Span], receipt: Offer, seal: Sealer
+    ) -> Node | None:
+        """Nodes for the tokens of some spans from the end of `parent` on."""
+        rows = None
+        parts = []
+        if self.layout.has_rows:
+            rows = chained([span.rows for span in spans if span.rows is not None])
+            rows = rows.part(parent.end, spans[-1].end) if rows is not None else None
+            if rows is None or (rows.start, rows.stop) != (parent.end, spans[-1].end):
+                return None
+            parts.append(Source((rows.start, rows.stop), arrays=seal.rows("rows", rows, spans)))
+        for span in spans:
+            window = span.window.part(parent.end, span.end) if span.window is not None else None
+            if window is not None:
+                parts.append(self._window(window, span, seal))
+        if self.writer.full or not self._space.make(sum(s.nbytes for s in parts), [parent]):
+            return None
+        return self.trees.grow(own, parent, spans, parts, receipt)
 
-    def keep_fresh(
-        self, namespaces: Mapping[Namespace, Tree], nodes: list[Node], durable: bool
-    ) -> list[Node]:
-        """Have nodes that are new in memory written; `durable`: only what is sure to be asked for
-        again. Returns what is left because more waits to be written than may."""
-        self._undo_failed()
-        names = {id(tree): namespace for namespace, tree in namespaces.items()}
-        for i, node in enumerate(nodes):
-            if self.writer.full:
-                return nodes[i:]
-            tree = self._fresh.get(node)
-            if tree is None:
+    def _window(self, window: Rows, span: Span, seal: Sealer) -> Source:
+        arrays = seal.rows("window", window, [span])
+        return Source((window.start, window.stop), arrays=arrays)
+
+    def _keep_windows(
+        self, own: DiskTree, lower: Node, path: Sequence[Span], receipt: Offer, seal: Sealer
+    ) -> None:
+        """Windows that came to memory after their rows."""
+        in_memory = {(span.start, span.end): span for span in path}
+        for node in lower.path():
+            span = in_memory.get((node.start, node.end))
+            has = node.window.start if node.window is not None else node.end
+            if span is None or span.window is None or span.window.start >= has:
                 continue
-            namespace = names.get(id(tree))
-            if node.parent is None or namespace is None:
-                del self._fresh[node]
-            elif not node.warm and self._worth(node, durable):
-                if self.keep(namespace, tree, node):
-                    del self._fresh[node]
-                else:
-                    self._left_out += 1
-        return []
+            source = self._window(span.window, span, seal)
+            if self.writer.full or not self._space.make(source.nbytes, [lower]):
+                return
+            self.trees.put_window(own, node, source, span.window, receipt)
 
-    @property
-    def refusals(self) -> int:
-        """How often something could not be written, or there was no room for it."""
-        return self.writer.failures + self._left_out
+    def _keep_checkpoint(
+        self, own: DiskTree, lower: Node, span: Span, receipt: Offer, seal: Sealer
+    ) -> bool:
+        assert span.kind is not None
+        at = lower if lower.end == span.end else self.trees.split(own, lower, span.end)
+        if at.checkpoint is not None:
+            self.trees.raise_kind(at, at.checkpoint, span.kind)
+            return True
+        source = None
+        if span.state is not None:
+            source = Source(None, arrays=seal.state(span.state, span))
+            if self.writer.full or not self._space.make(source.nbytes, [at]):
+                return False
+        self.trees.put_checkpoint(own, at, span, source, receipt)
+        return True
 
-    def gone(self, node: Node) -> None:
-        """Memory has let go of a node."""
-        self._fresh.pop(node, None)
+    def _undo_failed(self) -> None:
+        """What could not be written was never there."""
+        for undo in self.writer.take_failed():
+            self.trees.undo(undo)
+            self._returned.append(undo.offer)
 
-    def demote(self, namespace: Namespace, item: Item) -> None:
-        """Memory is about to evict something."""
-        if not item.warm and self._worth(item.node, durable=False) and not self.writer.full:
-            self.keep(namespace, item.tree, item.node)
+    def flush(self, deadline: float | None) -> bool:
+        timeout = deadline - time.monotonic() if deadline is not None else None
+        failures = self.writer.failures
+        done = self.writer.wait(timeout)
+        return done and not self.writer.paused and self.writer.failures == failures
 
-    def write_uses(self) -> None:
-        self.trees.write_uses()
+    def forget(self, weights: Collection[str]) -> None:
+        with self._lock:
+            self.writer.clear()
+            self.writer.wait()
+            self._undo_failed()
+            self._returned.clear()
+            self.trees.forget()
+            self._space.forget()
+            for each in {*weights, *self.trees.weights}:
+                self.store.clear(where={"weights": each})
 
-    def wait(self, timeout: float | None = None) -> bool:
-        return self.writer.wait(timeout)
-
-    def forget(self) -> None:
-        """Everything of this model, whatever the salt."""
-        self.writer.clear()
-        self.writer.wait()
-        self.writer.take_failed()
-        self.trees.forget()
-        self._fresh.clear()
-        self._room.forget()
-        for weights in self.trees.weights:
-            self.store.clear(where={"weights": weights})
-
-    def nbytes(self) -> int:
-        """What the store takes on disk."""
-        try:
-            return self.store.bytes()
-        except OSError:
-            return 0
+    def verify(self) -> None:
+        found = self.store.verify(repair=False)
+        if not found.clean:
+            raise BrokenInvariant(f"the disk tier is not as it was written: {found}")
 
     def close(self) -> None:
         self.writer.close()
         self._readers.shutdown()
         self.store.close()
 
-    def _worth(self, node: Node, durable: bool) -> bool:
-        checkpoint = node.checkpoint
-        if durable:
-            return checkpoint is not None and WEIGHTS[checkpoint.kind] >= DURABLE
-        return checkpoint is not None or not self.layout.has_state
+    # On any thread
 
-    def _groups(self, nodes: list[Node]) -> Iterator[list[Node]]:
-        """Nodes that continue one another, divided into what goes into one file."""
-        group: list[Node] = []
-        size = 0
-        for node in nodes:
-            nbytes = node.rows.nbytes if node.rows is not None else 0
-            if group and (size + nbytes > self._group or not _alike(group[0].rows, node.rows)):
-                yield group
-                group, size = [], 0
-            group.append(node)
-            size += nbytes
-        if group:
-            yield group
+    def stats(self) -> TierStats:
+        return TierStats(
+            budget=self.store.limit,
+            kinds={"files": self._nbytes()},
+            evictions={"any": self._space.evictions},
+            reads=self.loads,
+            written=self.writer.written,
+            unwritten=self.writer.waiting,
+            paused=self.writer.paused,
+        )
 
-    def tree_of(self, namespace: Namespace) -> Tree | None:
-        own = self.trees.known(namespace)
-        return own.tree if own is not None else None
+    def _nbytes(self) -> int:
+        """What the store takes on disk."""
+        try:
+            return self.store.bytes()
+        except OSError:
+            return 0
 
-    def _add(self, own: DiskTree, parent: Node, nodes: list[Node], memory: Tree) -> Node | None:
-        """Nodes for the tokens of memory nodes from the end of `parent` on."""
-        parts = []
-        if self.layout.has_rows:
-            rows = chained([node.rows for node in nodes if isinstance(node.rows, Rows)])
-            rows = rows.part(parent.end, nodes[-1].end) if rows is not None else None
-            if rows is None or (rows.start, rows.stop) != (parent.end, nodes[-1].end):
-                return None
-            parts.append(Source.of_rows(rows))
-        for node in nodes:
-            if isinstance(node.window, Rows):
-                window = node.window.part(parent.end, node.end)
-                parts += [Source.of_rows(window)] if window is not None else []
-        size = sum(s.nbytes for s in parts)
-        if self.writer.full or not self._room.make(size, [parent]):
-            return None
-        return self.trees.grow(own, parent, nodes, parts, memory)
-
-    def _keep_windows(self, own: DiskTree, lower: Node, path: list[Node], memory: Tree) -> None:
-        """Windows that came to memory after their rows."""
-        in_memory = {(node.start, node.end): node for node in path}
-        for each in lower.path():
-            node = in_memory.get((each.start, each.end))
-            window = node.window if node is not None else None
-            has = each.window.start if each.window is not None else each.end
-            if node is None or not isinstance(window, Rows) or window.start >= has:
-                continue
-            source = Source.of_rows(window)
-            if self.writer.full or not self._room.make(source.nbytes, [lower]):
-                return
-            self.trees.put_window(own, each, source, window, (memory, node))
-
-    def _keep_checkpoint(self, own: DiskTree, lower: Node, node: Node, memory: Tree) -> bool:
-        taken = node.checkpoint
-        at = lower if lower.end == node.end else self.trees.split(own, lower, node.end)
-        if taken is None:
-            return True
-        if at.checkpoint is not None:
-            self.trees.raise_kind(at, at.checkpoint, taken.kind)
-            return True
-        source = Source.of_state(taken.state) if isinstance(taken.state, PackedState) else None
-        if source is not None and (self.writer.full or not self._room.make(source.nbytes, [at])):
-            return False
-        self.trees.put_checkpoint(own, at, taken, source, (memory, node))
-        return True
-
-    def _undo_failed(self) -> None:
-        """What could not be written was never there, and is to be written another time."""
-        for undo in self.writer.take_failed():
-            for node in undo.nodes:
-                if node.parent is not None:
-                    self._fresh[node] = undo.memory
-            self.trees.undo(undo)
+    def browse(self) -> Browsed:
+        held = self.trees.ledger.held
+        with self._lock:
+            return Browsed(self.trees.by_namespace(), self._lock, (held.nodes, held.total), SECOND)
 
 
-def _alike(a: Payload | None, b: Payload | None) -> bool:
-    return isinstance(a, Rows) and isinstance(b, Rows) and a.packing == b.packing
+def _alike(a: Rows | None, b: Rows | None) -> bool:
+    return a is not None and b is not None and a.packing == b.packing

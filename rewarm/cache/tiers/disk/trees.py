@@ -5,13 +5,12 @@ Every change is one of a tree and a job for the writer, in the same order."""
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
-from rewarm.values import Namespace, Origin
+from rewarm.values import Kind, Namespace, Origin
 
 from ...layout import Layout
 from ...ledger import Held, Ledger
@@ -19,7 +18,9 @@ from ...payload import Rows
 from ...placement import WEIGHTS
 from ...retention import Item
 from ...tree import WIDTH, Checkpoint, ChunkTree, Node, Tree
-from .index import FORMAT, no_collection
+from ..base import Offer, Span
+from ..seal import FORMAT, digest_of
+from .index import no_collection
 from .records import NamespaceInfo, StoredNode
 from .source import OnDisk, Source
 from .store import Store
@@ -51,15 +52,15 @@ class DiskTrees:
         layout: Layout,
         namespace: Namespace,
         *,
-        name: str,
+        model: str,
         grid: str,
     ) -> None:
         self.store = store
         self.layout = layout
         self._bases = {namespace.salted(None)}
         """Every namespace that this process has used, but for the salt."""
-        self._for_people = {"name": name, "grid": grid}
-        self.account = Ledger(UNLIMITED, UNLIMITED)
+        self._for_people = {"name": model, "grid": grid}
+        self.ledger = Ledger(UNLIMITED, UNLIMITED)
         self._writer = writer
         self._chunked = grid.startswith("exact")
         self._known: dict[int, DiskTree] = {}
@@ -79,7 +80,7 @@ class DiskTrees:
     def known(self, namespace: Namespace) -> DiskTree | None:
         """A namespace's tree, if anything was ever stored for it."""
         if namespace not in self._numbers:
-            number = self.store.known_namespace(digest(namespace))
+            number = self.store.known_namespace(digest_of(namespace))
             if number is None:
                 return None
             self._number(namespace, number)
@@ -88,7 +89,7 @@ class DiskTrees:
     def of(self, namespace: Namespace) -> DiskTree:
         if namespace not in self._numbers:
             about = {**_about(namespace), **self._for_people}
-            self._number(namespace, self.store.namespace(digest(namespace), about))
+            self._number(namespace, self.store.namespace(digest_of(namespace), about))
         return self._read(self._numbers[namespace])
 
     def _number(self, namespace: Namespace, number: int) -> None:
@@ -157,67 +158,68 @@ class DiskTrees:
             if row.kind is not None and row.kind in WEIGHTS and whole:
                 state = part(row.state, end, end)
                 node.checkpoint = Checkpoint(
-                    row.kind, state, node.last_used, hits=row.hits, hint=row.hint
+                    cast(Kind, row.kind), state, node.last_used, hits=row.hits, hint=row.hint
                 )
             nodes[row.id] = node, end
             own.ids[node] = row.id
-            self.account.count(node)
+            self.ledger.count(node)
 
     # Changes
 
     def grow(
-        self, own: DiskTree, parent: Node, nodes: Sequence[Node], parts: list[Source], memory: Tree
+        self, own: DiskTree, parent: Node, spans: Sequence[Span], parts: list[Source], offer: Offer
     ) -> Node:
-        """Nodes below `parent`, each below the last, for memory nodes that continue one another.
+        """Nodes below `parent`, each below the last, for spans that continue one another.
 
         The first source holds the rows of all, where the model has any, and the rest a window each.
         Returns the last."""
         windows = iter(parts[1:] if self.layout.has_rows else parts)
         first, added = None, []
-        for node in nodes:
-            begin = max(node.start, parent.end)
-            parent = own.tree.add(parent, node.key[(begin - node.start) * WIDTH :], node.origin)
-            parent.hits, parent.last_used = node.hits, clock()
+        for span in spans:
+            begin = max(span.start, parent.end)
+            parent = own.tree.add(parent, span.key[(begin - span.start) * WIDTH :], span.origin)
+            parent.hits, parent.last_used = span.hits, clock()
             if self.layout.has_rows:
-                parent.rows = OnDisk(parts[0], begin, node.end)
-            if isinstance(node.window, Rows):
-                parent.window = OnDisk(next(windows), max(node.window.start, begin), node.end)
+                parent.rows = OnDisk(parts[0], begin, span.end)
+            if span.window is not None:
+                parent.window = OnDisk(next(windows), max(span.window.start, begin), span.end)
             own.ids[parent] = self.store.next_id()
-            self.account.count(parent)
+            self.ledger.count(parent)
             first = first or parent
             added.append(self._row(own, parent))
-        undo = Undo("node", first or parent, memory, tuple(nodes))
+        undo = Undo("node", first or parent, offer)
         self._writer.put(Job(payloads=parts, adds=added, undo=undo))
         return parent
 
     def put_window(
-        self, own: DiskTree, node: Node, source: Source, window: Rows, memory: tuple[Tree, Node]
+        self, own: DiskTree, node: Node, source: Source, window: Rows, offer: Offer
     ) -> None:
         gone = self._released(node.window)
-        self.account.put_window(node, OnDisk(source, window.start, window.stop))
-        undo = Undo("window", node, memory[0], memory[1:])
+        self.ledger.put_window(node, OnDisk(source, window.start, window.stop))
+        undo = Undo("window", node, offer)
         self._writer.put(Job([source], updates=[self._row(own, node)], frees=gone, undo=undo))
 
     def put_checkpoint(
         self,
         own: DiskTree,
         node: Node,
-        taken: Checkpoint,
+        span: Span,
         source: Source | None,
-        memory: tuple[Tree, Node],
+        offer: Offer,
     ) -> None:
         state = OnDisk(source, node.end, node.end) if source is not None else None
-        kept = Checkpoint(taken.kind, state, clock(), hits=taken.hits, hint=taken.hint)
-        self.account.put_checkpoint(node, kept)
+        assert span.kind is not None
+        kept = Checkpoint(span.kind, state, clock(), hits=span.hits, hint=span.hint)
+        self.ledger.put_checkpoint(node, kept)
         parts = [source] if source is not None else []
-        undo = Undo("checkpoint", node, memory[0], memory[1:]) if parts else None
+        undo = Undo("checkpoint", node, offer) if parts else None
         self._writer.put(Job(payloads=parts, updates=[self._row(own, node)], undo=undo))
 
     def split(self, own: DiskTree, node: Node, at: int) -> Node:
-        self.account.count(node, -1)
+        self.ledger.count(node, -1)
         upper = own.tree.split(node, at)
-        self.account.count(upper)
-        self.account.count(node)
+        self.ledger.count(upper)
+        self.ledger.count(node)
         own.ids[upper] = self.store.next_id()
         rows = [self._row(own, upper), self._row(own, node)]
         self._writer.put(Job(adds=rows[:1], updates=rows[1:]))
@@ -230,7 +232,7 @@ class DiskTrees:
             node.checkpoint.last_used, node.checkpoint.hits = now, node.checkpoint.hits + 1
         self._used.add(node)
 
-    def raise_kind(self, node: Node, checkpoint: Checkpoint, kind: str) -> None:
+    def raise_kind(self, node: Node, checkpoint: Checkpoint, kind: Kind) -> None:
         """A checkpoint that is also one of a weightier kind."""
         if WEIGHTS[kind] > WEIGHTS[checkpoint.kind]:
             checkpoint.kind = kind
@@ -253,7 +255,7 @@ class DiskTrees:
             below.extend(each.children.values())
         removes, frees = [], []
         for each in reversed(below):
-            self.account.count(each, -1)
+            self.ledger.count(each, -1)
             number = own.ids.pop(each, None)
             self._used.discard(each)
             state = each.checkpoint.state if each.checkpoint is not None else None
@@ -293,10 +295,10 @@ class DiskTrees:
             self.drop(own, undo.node)
         elif undo.what == "checkpoint" and undo.node.checkpoint is not None:
             self._released(undo.node.checkpoint.state)
-            self.account.put_checkpoint(undo.node, None)
+            self.ledger.put_checkpoint(undo.node, None)
         elif undo.what == "window":
             self._released(undo.node.window)
-            self.account.put_window(undo.node, None)
+            self.ledger.put_window(undo.node, None)
 
     def forget(self) -> None:
         for own in self:
@@ -304,7 +306,7 @@ class DiskTrees:
         self._known.clear()
         self._numbers.clear()
         self._used.clear()
-        self.account.held = Held()
+        self.ledger.held = Held()
 
     def _released(self, *parts: Any) -> list[Source]:
         """The payloads that no node has any more."""
@@ -331,12 +333,6 @@ class DiskTrees:
             state=None,
         )
         return Row(own.namespace, stored, *(_source(p) for p in (node.rows, node.window, state)))
-
-
-def digest(namespace: Namespace) -> str:
-    """The name of a namespace in the index: it tells nothing of the salt."""
-    text = json.dumps({**asdict(namespace), "format": FORMAT}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _about(namespace: Namespace) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from typing import Literal
 
 from rewarm.errors import RewarmError
 
-from ...tree import Node, Tree
+from ...tree import Node
+from ..base import Offer
 from .records import (
     AddNode,
     AddPayload,
@@ -72,8 +73,7 @@ class Undo:
     what: Literal["node", "checkpoint", "window"]
     node: Node
     """In the disk's tree, with all below it."""
-    memory: Tree
-    nodes: tuple[Node, ...]
+    offer: Offer
     """Where it came from, to be written another time."""
 
 
@@ -102,21 +102,22 @@ class Job:
 
 
 class Writer:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, in_use: Callable[[], bool]) -> None:
+        """`in_use` says whether there are requests, which the writer takes time and memory's speed
+        from."""
         self.store = store
+        self._in_use = in_use
         self.written = 0
         self._jobs: deque[Job] = deque()
         self.waiting = 0
         """Bytes to be written, and bytes that will be free, of jobs that are not over."""
         self.freeing = 0
-        self._room = 0
-        """What the store had room for between the last two jobs. Amid one it is half done."""
+        self._free = 0
+        """What the store could take between the last two jobs. Amid one it is half done."""
         self._put = self._ended = 0
         """How many jobs there were, and how many of them are over."""
         self.failures = 0
         """How often the disk refused."""
-        self.in_use: Callable[[], bool] = lambda: False
-        """Whether there are requests, which the writer takes time and memory's speed from."""
         self.rests = 0
         """How often it stood back for them."""
         self._waited_for = 0
@@ -141,19 +142,19 @@ class Writer:
         """Whether the disk refused a moment ago."""
         return time.monotonic() < self._paused_until
 
-    def left(self) -> int:
-        """The bytes that there is room for once all that waits is done."""
+    def free_bytes(self) -> int:
+        """The bytes that may be written once all that waits is done."""
         with self._changed:
             if self._put == self._ended:
-                return self.store.room()
-            return self._room - self.waiting + self.freeing
+                return self.store.free_bytes()
+            return self._free - self.waiting + self.freeing
 
     def put(self, job: Job) -> None:
         with self._changed:
             if self._closed:
                 return
             if self._put == self._ended:
-                self._look_for_room()
+                self._look_for_space()
             self._jobs.append(job)
             self._put += 1
             self.waiting += job.nbytes
@@ -209,7 +210,7 @@ class Writer:
     def _rest(self, seconds: float) -> None:
         """Stand back for requests, where there are any and nothing is urgent."""
         with self._changed:
-            if not self._hurried() and self.in_use():
+            if not self._hurried() and self._in_use():
                 self.rests += 1
                 self._changed.wait_for(self._hurried, min(seconds, LONGEST_REST))
 
@@ -225,16 +226,16 @@ class Writer:
                 self._changed.notify_all()
                 ended = self._changed.wait_for(lambda: self._closed, PAUSE)
         with self._changed:
-            self._look_for_room()
+            self._look_for_space()
             self._count_out(job)
             self._stuck = False
             self._changed.notify_all()
 
-    def _look_for_room(self) -> None:
+    def _look_for_space(self) -> None:
         try:
-            self._room = self.store.room()
+            self._free = self.store.free_bytes()
         except OSError:  # the folder is gone, or the store is broken
-            self._room = 0
+            self._free = 0
 
     def _count_out(self, job: Job) -> None:
         self.waiting -= job.nbytes
@@ -259,13 +260,13 @@ class Writer:
             job = self._without_lost(job)
         changes: list[Change] = []
         for source in job.payloads:
-            if source.packed is None:
+            if source.arrays is None:
                 continue
-            if self.store.room() < source.nbytes:
+            if self.store.free_bytes() < source.nbytes:
                 self.store.checkpoint()  # the index's log counts as well
-            if self.store.room() < source.nbytes:
-                raise OSError(f"no room for {source.nbytes:,} bytes")
-            source.stored = self.store.put_payload(source.packed, source.span)
+            if self.store.free_bytes() < source.nbytes:
+                raise OSError(f"no space for {source.nbytes:,} bytes")
+            source.stored = self.store.put_payload(source.arrays, source.span)
             self.written += source.stored.nbytes
             changes.append(AddPayload(source.stored))
         changes += [AddNode(row.stored()) for row in job.adds]
@@ -276,7 +277,7 @@ class Writer:
         if changes:
             self.store.commit(by_namespace[0].namespace if by_namespace else 0, changes)
         for source in job.payloads:
-            source.waiting = source.packed = None
+            source.arrays = None
 
     def _without_lost(self, job: Job) -> Job:
         """What belongs to a node that was never written is not there either."""

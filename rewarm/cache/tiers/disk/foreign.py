@@ -19,7 +19,7 @@ MOST = 1024
 """Beginnings of paths that are remembered of each namespace."""
 
 
-class Others:
+class ForeignNamespaces:
     """Safe to use from any thread."""
 
     def __init__(self, store: Store, is_ours: Callable[[NamespaceInfo], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Room on disk: what goes so that something else can be written."""
+"""Space on disk: what goes so that something else can be written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AT_ONCE = 64
 """Nodes that are appraised while there is room."""
 
 
-class Room:
+class DiskSpace:
     """What other models have here goes first, then what the policy of memory says."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Room:
         self._trees = trees
         self._evictor = Evictor(
             policy,
-            trees.account,
+            trees.ledger,
             reach=layout.longest_window,
             stateful=layout.has_state,
             on_evict=trees.evicted,
@@ -55,7 +55,7 @@ class Room:
         self._evictor.forget()
 
     def make(self, nbytes: int, holding: list[Node]) -> bool:
-        """Room for so many bytes by the time that they are written."""
+        """Make space for so many bytes by the time that they are written."""
         while self._strangers and self._lacking(nbytes) > 0:
             stranger = self._strangers.pop()
             if self._trees.is_ours(stranger):
@@ -70,7 +70,7 @@ class Room:
         if not self._read_all:
             self._trees.read_all()
             self._read_all = True
-        account = self._trees.account
+        ledger = self._trees.ledger
         for node in holding:
             node.pins += 1
         try:
@@ -78,19 +78,19 @@ class Room:
             # What goes may free less than it seems: two nodes may share a file.
             while (lacking := self._lacking(nbytes)) > 0:
                 before = self._evictor.evictions
-                account.budget = max(account.held.total - lacking, 0)
+                ledger.budget = max(ledger.held.total - lacking, 0)
                 self._evictor.make_room(trees, 0, 0, clock())
                 if self._evictor.evictions == before:
                     break
         finally:
-            account.budget = UNLIMITED
+            ledger.budget = UNLIMITED
             for node in holding:
                 node.pins -= 1
         return self._lacking(nbytes) <= 0
 
     def _lacking(self, nbytes: int) -> int:
         try:
-            return nbytes + MARGIN - self._writer.left()
+            return nbytes + MARGIN - self._writer.free_bytes()
         except OSError:  # the folder is gone, or the store is broken: there is no room at all
             return UNLIMITED
 

@@ -1,0 +1,122 @@
+"""Payloads as named numpy arrays, and back.
+
+How they lie is described by JSON. What comes back is checked by whoever uses it: a form that does
+not fit the model is a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from ..payload import ArraySlot, PackedState, Packing, Rows, RowShape, Segment
+from .base import Sealed
+
+WHOLE = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+PLAIN = ("bool_", "complex64", "float16", "float32", "float64", *WHOLE)
+DTYPES: dict[str, mx.Dtype] = {name.rstrip("_"): getattr(mx, name) for name in (*PLAIN, "bfloat16")}
+NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
+
+Form = dict[str, Any]
+"""How the arrays of a payload lie, as JSON can hold it."""
+
+
+class Received(Sealed):
+    """Arrays for a payload to be read into, so that what is read is what is kept.
+
+    A tier may make its arrays so; from others they are copied once more."""
+
+    def __init__(self, arrays: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> None:
+        super().__init__()
+        self.made: dict[str, mx.array] = {}
+        on_cpu = mx.default_device() == mx.cpu
+        for name, shape, dtype in arrays:
+            if on_cpu and name[0].isdigit() and 0 not in shape:
+                self.made[name] = mx.zeros(shape, DTYPES[dtype.name])
+            else:
+                self[name] = np.empty(shape, dtype)
+        mx.eval(self.made)  # at once: each evaluation is a way to MLX's thread and back
+        self.update((name, np.asarray(array)) for name, array in self.made.items())
+
+
+def pack_rows(rows: Rows) -> tuple[Sealed, Form]:
+    arrays = {
+        f"{i}.{j}": _to_numpy(array)
+        for i, segment in enumerate(rows.segments)
+        for j, array in enumerate(segment.arrays)
+    }
+    packing = rows.packing
+    return arrays, {
+        "shapes": [[s.heads, s.width, NAMES[str(s.dtype)]] for s in packing.shapes],
+        "counts": list(packing.counts),
+        "segments": [[s.start, s.stop] for s in rows.segments],
+        "dtypes": [NAMES[str(a.dtype)] for a in rows.segments[0].arrays],
+    }
+
+
+def unpack_rows(arrays: Sealed, form: Form) -> Rows:
+    """Raises where the arrays are not what the form says."""
+    shapes = tuple(RowShape(h, w, DTYPES[name]) for h, w, name in form["shapes"])
+    packing = Packing(shapes, tuple(form["counts"]))
+    segments = tuple(
+        Segment(
+            start,
+            stop,
+            tuple(_taken(arrays, f"{i}.{j}", dtype) for j, dtype in enumerate(form["dtypes"])),
+        )
+        for i, (start, stop) in enumerate(form["segments"])
+    )
+    for segment in segments:
+        segment.check(packing)
+    mx.eval([s.arrays for s in segments])
+    return Rows(packing, segments)
+
+
+def pack_state(state: PackedState) -> tuple[Sealed, Form]:
+    arrays = {str(i): _to_numpy(array) for i, array in enumerate(state.arrays)}
+    dtypes = [NAMES[str(a.dtype)] for a in state.arrays]
+    return arrays, {"skeleton": _described(state.skeleton), "dtypes": dtypes}
+
+
+def unpack_state(arrays: Sealed, form: Form) -> PackedState:
+    found = tuple(_taken(arrays, str(i), dtype) for i, dtype in enumerate(form["dtypes"]))
+    mx.eval(found)
+    return PackedState(_restored(form["skeleton"]), found)
+
+
+def _taken(arrays: Sealed, name: str, dtype: str) -> mx.array:
+    """An array of MLX's own, of the dtype that it was written with."""
+    made = arrays.made.get(name) if isinstance(arrays, Received) else None
+    found = made if made is not None else mx.array(arrays[name])
+    return found.view(mx.bfloat16) if dtype == "bfloat16" else found
+
+
+def _to_numpy(array: mx.array) -> npt.NDArray[Any]:
+    if array.dtype == mx.bfloat16:  # numpy has no such numbers
+        array = array.view(mx.uint16)
+    return np.asarray(array)
+
+
+def _described(item: Any) -> Any:
+    """JSON has no tuples and no keys but texts, so every container says what it is."""
+    if isinstance(item, ArraySlot):
+        return ["slot", item.group, item.start, list(item.shape)]
+    if isinstance(item, dict):
+        return ["dict", [[_described(k), _described(v)] for k, v in item.items()]]
+    if isinstance(item, (list, tuple)):
+        return [type(item).__name__, [_described(part) for part in item]]
+    return item
+
+
+def _restored(item: Any) -> Any:
+    if not isinstance(item, list):
+        return item
+    if item[0] == "slot":
+        return ArraySlot(item[1], item[2], tuple(item[3]))
+    if item[0] == "dict":
+        return {_restored(key): _restored(value) for key, value in item[1]}
+    parts = [_restored(part) for part in item[1]]
+    return tuple(parts) if item[0] == "tuple" else parts

@@ -1,0 +1,140 @@
+"""The thread of a tier: everything that is asked of the tier happens there, in order."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ..find import Query
+from ..tree import Node, Tree
+from .base import Found, Offer, Take, Tier
+
+log = logging.getLogger("rewarm")
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+MOST_WAITING = 128 << 20
+"""Bytes of payloads that may wait to be offered: they are in memory, beside the budget."""
+
+
+class Lane:
+    """One tier with its thread, and what memory has that the tier was not given yet."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.fresh: dict[Node, Tree] = {}
+        """Nodes of memory that are to be offered. Read and changed under the cache's lock."""
+        self.returned: queue.SimpleQueue[Offer] = queue.SimpleQueue()
+        """What the tier did not take, or could not keep after all."""
+        self.waiting = 0
+        """Bytes of offers that the tier has not seen yet."""
+        self._count = threading.Lock()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon: a tier that never answers must not keep the process from ending.
+        self._thread = threading.Thread(
+            target=_run, args=(self._jobs,), name=f"rewarm-{tier.name}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        return self.waiting >= MOST_WAITING
+
+    def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
+        """Call it on the tier's thread, after all that was submitted before."""
+        future: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                future.set_result(call(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._jobs.put(job)
+        return future
+
+    def find(self, query: Query) -> Future[Found | None]:
+        """What the tier could give; None where it has nothing, fails, or promises too much."""
+        answer = self._asked(self.submit(self.tier.find, query), "could not be asked")
+        return _then(answer, lambda found: _possible(found, query) if found is not None else None)
+
+    def fetch(self, found: Found, take: Take) -> Future[None]:
+        """Resolved when there is nothing more to come, for whatever reason."""
+        return self._asked(self.submit(self.tier.fetch, found, take), "could not be read from")
+
+    def offer(self, offers: Sequence[Offer]) -> Future[bool]:
+        """Have offers made. True where the tier took them all; `returned` has the others."""
+        nbytes = sum(offer.nbytes for offer in offers)
+        with self._count:
+            self.waiting += nbytes
+        return self.submit(self._offer, offers, nbytes)
+
+    def stop(self) -> None:
+        """End the thread once all that was submitted is done. Does not wait for it."""
+        self._jobs.put(None)
+
+    def _offer(self, offers: Sequence[Offer], nbytes: int) -> bool:
+        try:
+            refused = list(self.tier.offer(offers))
+        except Exception:
+            log.exception("the tier %r could not be offered anything", self.tier.name)
+            refused = list(offers)
+        given = {id(offer) for offer in offers}
+        for offer in refused:
+            # Where one was lost that had been taken, so was what lies above it and came with it.
+            only = offer.nodes[-1:] if id(offer) in given else offer.nodes
+            self.returned.put(replace(offer, path=(), nodes=only))
+        with self._count:
+            self.waiting -= nbytes
+        return not refused
+
+    def _asked(self, outer: Future[Future[T]], failed: str) -> Future[T | None]:
+        """One future of a call that gives another; None where either of them raises."""
+        answer: Future[T | None] = Future()
+
+        def called(outer: Future[Future[T]]) -> None:
+            inner = self._result(outer, failed)
+            if inner is None:
+                answer.set_result(None)
+            else:
+                inner.add_done_callback(lambda i: answer.set_result(self._result(i, failed)))
+
+        outer.add_done_callback(called)
+        return answer
+
+    def _result(self, future: Future[T], failed: str) -> T | None:
+        try:
+            return future.result()
+        except OSError as error:  # something that was to be expected, and was said
+            log.debug("the tier %r %s: %s", self.tier.name, failed, error)
+        except BaseException:
+            log.exception("the tier %r %s", self.tier.name, failed)
+        return None
+
+
+def _then(future: Future[T], change: Callable[[T], U]) -> Future[U]:
+    changed: Future[U] = Future()
+    future.add_done_callback(lambda done: changed.set_result(change(done.result())))
+    return changed
+
+
+def _possible(found: Found, query: Query) -> Found | None:
+    """An answer that can be true: at least one token is left to compute."""
+    if not (0 <= found.resume < query.length and found.nbytes >= 0):
+        return None
+    return replace(found, shared=min(max(found.shared, found.resume), query.length))
+
+
+def _run(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while True:
+        job = jobs.get()
+        if job is None:
+            return
+        job()
+        del job  # what memory let go of meanwhile is not to be held from here

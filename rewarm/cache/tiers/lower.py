@@ -1,0 +1,222 @@
+"""All tiers below memory: what memory has is offered to them, and they are asked for the rest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from rewarm.values import Tokens
+
+from ..find import Query, find
+from ..layout import Layout
+from ..payload import PackedState, Rows
+from ..pins import Pins
+from ..placement import WEIGHTS
+from ..retention import Item
+from ..tree import Node, Tree
+from .base import Found, Offer, Span, Tier
+from .fetch import Fetch, Worth
+from .lane import MOST_WAITING, Lane
+
+log = logging.getLogger("rewarm")
+
+DURABLE = 4.0
+"""Kinds of checkpoints of this weight or more are offered before they are evicted."""
+
+SILENCE = 10.0
+"""Seconds without a sign of life after which nobody waits for a tier any longer."""
+
+Entered = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a tier could give."""
+
+    tier: str
+    found: Found
+
+
+class Lower:
+    """The tiers of one cache. Unless it says otherwise, a method is called under its lock, and
+    waits for nothing."""
+
+    def __init__(self, layout: Layout, pins: Pins) -> None:
+        self.layout = layout
+        self.lanes: list[Lane] = []
+        self.epoch = 0
+        """How often everything was forgotten."""
+        self._pins = pins
+        self._weights: set[str] = set()
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return tuple(lane.tier for lane in self.lanes)
+
+    def open(self, tiers: Iterable[Tier], trees: Iterable[Tree]) -> None:
+        """Begin to use them, for what these trees hold first."""
+        self.lanes += [Lane(tier) for tier in tiers]
+        for tree in trees:
+            for node in tree.nodes():
+                self.changed(tree, node)
+
+    # Down
+
+    def changed(self, tree: Tree, node: Node) -> None:
+        """Memory has something new."""
+        for lane in self.lanes:
+            lane.fresh[node] = tree
+
+    def gone(self, node: Node) -> None:
+        """Memory has let go of a node."""
+        for lane in self.lanes:
+            lane.fresh.pop(node, None)
+
+    def evicting(self, item: Item) -> None:
+        """Memory is about to let go of something: this is the last time that it can be offered."""
+        if not item.warm and self._is_worth(item.node, durable=False):
+            for lane in self.lanes:
+                if not lane.is_full:
+                    lane.offer([self._offer(item.tree, item.node)])
+        if item.what == "leaf":
+            self.gone(item.node)
+
+    def hand_over(self, durable: bool) -> bool:
+        """Offer what is new. True once every tier has taken everything there is."""
+        done = True
+        for lane in self.lanes:
+            self._take_back(lane)
+            done &= not lane.waiting
+            offers = self._fresh_offers(lane, list(lane.fresh), durable)
+            done &= not offers
+            if offers:
+                lane.offer(offers)
+        return done
+
+    def flush(self, entered: Entered, durable: bool) -> bool:
+        """Offer what is new, and wait until it is kept. Called without the lock."""
+        kept = [self._flush(lane, entered, durable) for lane in self.lanes]
+        return all(kept)
+
+    def _flush(self, lane: Lane, entered: Entered, durable: bool) -> bool:
+        with entered():
+            self._take_back(lane)
+            # No more than there is now: others may go on, and this must end.
+            todo = [node for node in lane.fresh if self._is_wanted(node, durable)]
+        while True:
+            with entered():
+                offers = self._fresh_offers(lane, todo, durable)
+            lane.offer(offers).result()
+            try:
+                kept = lane.submit(lane.tier.flush, None).result()
+            except Exception:
+                log.exception("the tier %r could not be flushed", lane.tier.name)
+                kept = False
+            lane.offer([]).result()  # what it could not keep after all comes back
+            before = len(todo)
+            with entered():
+                self._take_back(lane)
+                todo = [n for n in todo if n in lane.fresh and self._is_wanted(n, durable)]
+            if not (todo and kept and len(todo) < before):
+                return kept and not todo
+
+    def _take_back(self, lane: Lane) -> None:
+        """What a tier did not keep is fresh again."""
+        while not lane.returned.empty():
+            offer = lane.returned.get()
+            kept = [node for node in offer.nodes if node.parent is not None]
+            lane.fresh.update(dict.fromkeys(kept, offer.tree))
+
+    def _fresh_offers(self, lane: Lane, nodes: list[Node], durable: bool) -> list[Offer]:
+        """Offers of as many of these nodes as may wait, which are not fresh any more."""
+        offers: list[Offer] = []
+        nbytes = lane.waiting
+        for node in nodes:
+            if nbytes >= MOST_WAITING:
+                break
+            if node.parent is None:
+                lane.fresh.pop(node, None)
+            elif node in lane.fresh and self._is_wanted(node, durable):
+                offers.append(self._offer(lane.fresh.pop(node), node))
+                nbytes += offers[-1].nbytes
+        return offers
+
+    def _offer(self, tree: Tree, node: Node) -> Offer:
+        nodes = tuple(node.path())[::-1]
+        path = tuple(_span(each) for each in nodes)
+        return Offer(tree.namespace, path, not tree.splits, tree, nodes)
+
+    def _is_wanted(self, node: Node, durable: bool) -> bool:
+        return not node.warm and self._is_worth(node, durable)
+
+    def _is_worth(self, node: Node, durable: bool) -> bool:
+        """`durable`: only what is sure to be asked for again."""
+        checkpoint = node.checkpoint
+        if durable:
+            return checkpoint is not None and WEIGHTS[checkpoint.kind] >= DURABLE
+        return checkpoint is not None or not self.layout.has_state
+
+    # Up
+
+    def fetch(self, query: Query, tree: Tree, worth: Worth | None) -> Fetch:
+        """Begin to bring up what lies below of a prompt. It pins what memory has of it."""
+        point, walk = find(tree, query), tree.walk(query.data, query.cuts)
+        query = replace(query, known=walk.shared if tree.splits else walk.node.end)
+        self._weights.add(query.namespace.weights)
+        pin = self._pins.hold(tree, walk.node)
+        fetch = Fetch(query, point.at, pin, self._pins.dropped, self.epoch, worth)
+        return fetch.begin(self.lanes if point.at < query.length - 1 else [])
+
+    def ask(self, query: Query) -> list[Answer]:
+        """What each tier could give. Called without the lock; it waits for them."""
+        asked = [(lane.tier.name, lane.find(query)) for lane in self.lanes]
+        wait([future for _, future in asked], SILENCE)
+        answers = [(name, future.result() if future.done() else None) for name, future in asked]
+        return [Answer(name, found) for name, found in answers if found is not None]
+
+    def foreign(self, prompt: Tokens, salt: str | None) -> int:
+        """See `Tier.foreign`. Called without the lock; it waits."""
+        asked = [lane.submit(lane.tier.foreign, prompt, salt) for lane in self.lanes]
+        done = wait(asked, SILENCE).done
+        return max((f.result() for f in done if f.exception() is None), default=0)
+
+    def verify(self) -> None:
+        """See `Tier.verify`. Called without the lock; it waits."""
+        for lane in self.lanes:
+            lane.submit(lane.tier.verify).result()
+
+    def forget(self) -> list[Future[None]]:
+        """Have everything of this model deleted, whatever the salt. Returns what to wait for."""
+        self.epoch += 1
+        for lane in self.lanes:
+            lane.fresh.clear()
+        return [lane.submit(lane.tier.forget, self._weights) for lane in self.lanes]
+
+    def close(self) -> None:
+        """Close the tiers, and wait for it. Called without the lock."""
+        for lane in self.lanes:
+            closed = lane.submit(lane.tier.close)
+            lane.stop()
+            try:
+                closed.result()
+            except Exception:
+                log.exception("the tier %r could not be closed", lane.tier.name)
+
+
+def _span(node: Node) -> Span:
+    checkpoint = node.checkpoint
+    state = checkpoint.state if checkpoint is not None else None
+    return Span(
+        node.start,
+        node.key,
+        node.origin,
+        node.hits,
+        node.rows if isinstance(node.rows, Rows) else None,
+        node.window if isinstance(node.window, Rows) else None,
+        state if isinstance(state, PackedState) else None,
+        checkpoint.kind if checkpoint is not None else None,
+        checkpoint.hint if checkpoint is not None else 1.0,
+    )

@@ -1,0 +1,123 @@
+"""Promotion: what a fetch brought goes into the memory tree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from rewarm.values import Origin
+
+from ..commit import split
+from ..find import Query
+from ..layout import Layout
+from ..ledger import Ledger
+from ..payload import PackedState, Rows, chained
+from ..pins import Pin
+from ..retention import Evictor
+from ..tree import NODE_BYTES, WIDTH, Checkpoint, Tree
+from .base import Found
+from .seal import Piece, What
+
+
+@dataclass
+class Promoter:
+    """Puts pieces into a tree, in memory and without waiting for anything."""
+
+    layout: Layout
+    ledger: Ledger
+    evictor: Evictor
+    trees: Collection[Tree]
+
+    def promote(
+        self, tree: Tree, query: Query, pieces: Sequence[Piece], found: Found, now: int
+    ) -> None:
+        """Extend the path of a prompt. What does not fit is left out, and what follows it."""
+        upto = max(stop for piece in pieces for stop in piece.stops)
+        walk = tree.walk(query.data[: upto * WIDTH], [cut for cut in query.cuts if cut <= upto])
+        pin = Pin(tree, walk.node)
+        pin.take()
+        try:
+            known = walk.shared if tree.splits else walk.node.end
+            inside = known < walk.node.end
+            if inside and not split(pin, known, self.evictor, self.trees, now):
+                return
+            self._fill_windows(pin, pieces, now)
+            self._checkpoint(pin, pieces, found, now)
+            for stop in self._stops(query, pieces, known, upto):
+                if not self._grow(pin, query, stop, pieces, now):
+                    return
+                self._checkpoint(pin, pieces, found, now)
+        finally:
+            pin.drop()
+
+    def _stops(self, query: Query, pieces: Sequence[Piece], known: int, upto: int) -> list[int]:
+        """Where the new nodes end."""
+        if query.reuse == "exact":
+            return [cut for cut in query.cuts if known < cut <= upto]
+        return sorted({stop for piece in pieces for stop in piece.stops if stop > known})
+
+    def _grow(self, pin: Pin, query: Query, stop: int, pieces: Sequence[Piece], now: int) -> bool:
+        start = pin.node.end
+        rows = _held(pieces, "rows", start, stop)
+        window = _held(pieces, "window", start, stop)
+        if self.layout.has_rows and (rows is None or rows.start > start):
+            return False
+        payloads = [p for p in (rows, window) if p is not None]
+        nbytes = NODE_BYTES + (stop - start) * WIDTH + sum(p.nbytes for p in payloads)
+        buffers = sum(p.buffers for p in payloads)
+        if not self.evictor.make_room(self.trees, nbytes, buffers, now):
+            return False
+        key = query.data[start * WIDTH : stop * WIDTH]
+        node = pin.tree.add(pin.node, key, _origin(pieces, stop))
+        node.rows, node.window, node.last_used = rows, window, now
+        self.ledger.count(node)
+        pin.down(node)
+        return True
+
+    def _fill_windows(self, pin: Pin, pieces: Sequence[Piece], now: int) -> None:
+        """Give nodes that memory has the window rows that it let go of."""
+        for node in pin.node.path():
+            has = node.window.start if node.window is not None else node.end
+            window = _held(pieces, "window", node.start, node.end)
+            if window is None or window.start >= has:
+                continue
+            if self.evictor.make_room(self.trees, window.nbytes, window.buffers, now):
+                self.ledger.put_window(node, window)
+
+    def _checkpoint(self, pin: Pin, pieces: Sequence[Piece], found: Found, now: int) -> None:
+        node = pin.node
+        at_end = [p for p in pieces if p.what == "state" and p.start == node.end]
+        kind = found.kind if found.resume == node.end else None
+        if node.parent is None or node.checkpoint is not None or not (at_end or kind):
+            return
+        state = at_end[0].value if at_end else None
+        if self.layout.has_state and not isinstance(state, PackedState):
+            return
+        if isinstance(state, PackedState):
+            kind = kind or at_end[0].kind
+            if not self.evictor.make_room(self.trees, state.nbytes, state.buffers, now):
+                return
+        taken = state if isinstance(state, PackedState) else None
+        self.ledger.put_checkpoint(node, Checkpoint(kind or "end", taken, now, hint=found.hint))
+
+
+def _held(pieces: Sequence[Piece], what: What, start: int, stop: int) -> Rows | None:
+    """The rows up to the end of a span, as far back in it as there is no gap."""
+    parts: list[Rows] = []
+    for piece in sorted(pieces, key=lambda piece: -piece.stop):
+        if piece.what != what or not isinstance(piece.value, Rows):
+            continue
+        at = parts[0].start if parts else stop
+        part = piece.value.part(start, at)
+        if part is not None and part.stop == at:
+            parts.insert(0, part)
+    return chained(parts)
+
+
+def _origin(pieces: Sequence[Piece], stop: int) -> Origin:
+    """How the tokens before `stop` were computed."""
+    for piece in pieces:
+        for end, origin in zip(piece.stops, piece.origins, strict=True):
+            if end == stop:
+                return origin
+    return "prefill"

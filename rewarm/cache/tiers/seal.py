@@ -1,0 +1,198 @@
+"""The seal of a payload: what it belongs to, and that it is whole.
+
+Every payload carries a label and a checksum over everything. The label names the path by a digest
+of what must be equal (the namespace, every token before, in `exact` every cut before), and the
+payload's own tokens. So what a tier gives back is used only where it is what was asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+
+from rewarm.values import Kind, Namespace, Origin
+
+from ..find import Query
+from ..payload import PackedState, Rows, chained
+from ..tree import WIDTH, agreement
+from .base import Offer, Sealed, Span
+from .codec import pack_rows, pack_state, unpack_rows, unpack_state
+
+FORMAT = 3
+"""The version of what is stored below memory. What has another one is not looked at."""
+
+LABEL, TOKENS, SEAL = "label", "tokens", "seal"
+
+What = Literal["rows", "window", "state"]
+
+
+class BrokenSeal(Exception):
+    """A payload that is damaged, or not what was asked for."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A payload that was checked, as far as it belongs to the path that was asked for."""
+
+    what: What
+    start: int
+    stops: tuple[int, ...]
+    """Where the spans end that it was made of."""
+    origins: tuple[Origin, ...]
+    value: Rows | PackedState
+    kind: Kind | None
+    """The kind of checkpoint that a state is."""
+
+    @property
+    def stop(self) -> int:
+        return self.stops[-1]
+
+
+def digest_of(namespace: Namespace) -> str:
+    """The name of a namespace below memory: it tells nothing of the salt."""
+    text = json.dumps({**asdict(namespace), "format": FORMAT}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class PathDigest:
+    """Digests of the beginnings of one path. Each costs only the tokens since the last one."""
+
+    def __init__(self, namespace: Namespace, data: bytes, cuts: Sequence[int]) -> None:
+        self._data = data
+        self._cuts = np.asarray(cuts, np.int64)
+        self._known = {0: hashlib.blake2b(digest_of(namespace).encode(), digest_size=16)}
+        self._lock = threading.Lock()
+
+    def at(self, position: int) -> str:
+        with self._lock:
+            nearest = max(p for p in self._known if p <= position)
+            found = self._known[nearest].copy()
+            found.update(self._data[nearest * WIDTH : position * WIDTH])
+            self._known[position] = found.copy()
+        found.update(self._cuts[self._cuts <= position].tobytes())
+        return found.hexdigest()
+
+
+class Sealer:
+    """Seals the payloads of one offered path."""
+
+    def __init__(self, offer: Offer) -> None:
+        self._data = offer.data
+        self._path = PathDigest(offer.namespace, self._data, offer.cuts)
+
+    def rows(self, what: What, rows: Rows, spans: Sequence[Span]) -> Sealed:
+        """`spans` are the nodes that the rows lie in."""
+        arrays, form = pack_rows(rows)
+        ends = [[min(span.end, rows.stop), span.origin] for span in spans]
+        return self._sealed(arrays, what, rows.start, ends, None, form)
+
+    def state(self, state: PackedState, span: Span) -> Sealed:
+        arrays, form = pack_state(state)
+        return self._sealed(arrays, "state", span.end, [[span.end, span.origin]], span.kind, form)
+
+    def _sealed(
+        self, arrays: Sealed, what: What, start: int, ends: list[Any], kind: str | None, form: Any
+    ) -> Sealed:
+        label = {"path": self._path.at(start), "what": what, "start": start, "ends": ends}
+        text = json.dumps({**label, "kind": kind, "form": form}).encode()
+        tokens = self._data[start * WIDTH : ends[-1][0] * WIDTH]
+        arrays |= {LABEL: np.frombuffer(text, np.uint8), TOKENS: np.frombuffer(tokens, np.uint8)}
+        return {**arrays, SEAL: np.frombuffer(_checksum(arrays), np.uint8)}
+
+
+def sealed(offer: Offer) -> list[Sealed]:
+    """All payloads that the end of an offered path can be restored from, for a tier that keeps
+    each path by itself."""
+    seal, last = Sealer(offer), offer.path[-1]
+    found = []
+    rows = chained([span.rows for span in offer.path if span.rows is not None])
+    if rows is not None:
+        found.append(seal.rows("rows", rows, offer.path))
+    for span in offer.path:
+        if span.window is not None:
+            found.append(seal.rows("window", span.window, [span]))
+    if last.state is not None:
+        found.append(seal.state(last.state, last))
+    return found
+
+
+class Unsealer:
+    """Checks and unpacks the payloads of one prompt. Safe to use from threads."""
+
+    def __init__(self, query: Query) -> None:
+        self._query = query
+        self._path = PathDigest(query.namespace, query.data, query.cuts)
+
+    def piece(self, arrays: Sealed) -> Piece:
+        """Raises `BrokenSeal`."""
+        try:
+            if arrays[SEAL].tobytes() != _checksum(arrays):
+                raise BrokenSeal("its checksum is another")
+            return self._checked(arrays, json.loads(arrays[LABEL].tobytes()))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise BrokenSeal(f"it cannot be read ({error})") from error
+
+    def _checked(self, arrays: Sealed, label: dict[str, Any]) -> Piece:
+        what, start = label["what"], label["start"]
+        if start > self._query.length or label["path"] != self._path.at(start):
+            raise BrokenSeal("it belongs to another path")
+        stops, origins = self._ours(arrays[TOKENS].tobytes(), start, label["ends"])
+        value: Rows | PackedState
+        if what == "state":
+            value = unpack_state(arrays, label["form"])
+            if not isinstance(value.skeleton, (list, tuple)) or (
+                len(value.skeleton) != len(self._query.layout.groups["state"])
+            ):
+                raise BrokenSeal("it is the state of another model")
+        else:
+            rows = unpack_rows(arrays, label["form"])
+            if (rows.start, rows.stop) != (start, label["ends"][-1][0]):
+                raise BrokenSeal("it holds other rows than its label says")
+            if len(rows.packing.counts) != len(self._query.layout.groups[what]):
+                raise BrokenSeal("it holds the rows of another model")
+            part = rows.part(start, stops[-1])
+            if part is None:
+                raise BrokenSeal("it holds no rows")
+            value = part
+        return Piece(what, start, stops, origins, value, label["kind"])
+
+    def _ours(
+        self, tokens: bytes, start: int, ends: list[Any]
+    ) -> tuple[tuple[int, ...], tuple[Origin, ...]]:
+        """The spans that the prompt shares. In `exact` it shares whole chunks of its own cuts."""
+        query = self._query
+        if len(tokens) != (ends[-1][0] - start) * WIDTH:
+            raise BrokenSeal("its label does not fit it")
+        if not tokens:  # a state: the digest says it all
+            return (start,), (ends[-1][1],)
+        upto = start + agreement(tokens, query.data[start * WIDTH :])
+        own = iter([cut for cut in query.cuts if cut > start])
+        stops: list[int] = []
+        origins: list[Origin] = []
+        for stop, origin in ends:
+            if query.reuse == "exact" and (stop > upto or stop != next(own, None)):
+                break
+            stops.append(min(stop, upto))
+            origins.append(origin)
+            if stop >= upto:
+                break
+        if not stops or stops[-1] <= start:
+            raise BrokenSeal("the prompt goes another way there")
+        return tuple(stops), tuple(origins)
+
+
+def _checksum(arrays: Sealed) -> bytes:
+    found = xxhash.xxh3_128()
+    for name in sorted(arrays.keys() - {SEAL}):
+        array = np.ascontiguousarray(arrays[name])
+        found.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+        if array.nbytes:
+            found.update(array.reshape(-1).view(np.uint8).data)
+    return found.digest()

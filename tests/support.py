@@ -82,7 +82,7 @@ def finish(model: Any, lease: Lease) -> Logits:
 
 def run(model: Any, cache: PrefixCache, tokens: Prompt, *, decode: int = 0, **options: Any) -> Ran:
     """Prefill a prompt, then decode greedily, and commit it all."""
-    with cache.acquire(tokens, room=decode, **options) as lease:
+    with cache.acquire(tokens, headroom=decode, **options) as lease:
         advance(model, cache, lease)
         logits = finish(model, lease)
         answer = [int(logits.argmax())]
@@ -93,7 +93,7 @@ def run(model: Any, cache: PrefixCache, tokens: Prompt, *, decode: int = 0, **op
             # The caches stand after the last token that was fed.
             lease.extend(answer[:decode])
             cache.commit(lease, len(lease.tokens), origin="decode", checkpoint="answer")
-        return Ran(logits, lease.match, answer)
+        return Ran(logits, lease.cost.match, answer)
 
 
 def cold(model: Any, tokens: Prompt, *, decode: int = 0, like: PrefixCache, **options: Any) -> Ran:

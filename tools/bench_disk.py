@@ -135,11 +135,11 @@ def restore(name: str, tokens: Any, rounds: int, folder: Path) -> None:
             if state == "cold":
                 forget(paths)
             whole, lease = timed(lambda cache=cache: cache.acquire(tokens))
-            assert (lease.match.tier, lease.match.resume) == ("disk", len(tokens) - 1)
+            assert (lease.cost.match.tier, lease.cost.match.resume) == ("disk", len(tokens) - 1)
             lease.release()
             del lease
             warm, lease = timed(lambda cache=cache: cache.acquire(tokens))
-            assert lease.match.tier == "memory"
+            assert lease.cost.match.tier == "memory"
             lease.release()
             del lease
             cache.close()
@@ -159,7 +159,7 @@ def decode_rate(
     are short, so that no token is slower than others for the length of what is before it."""
     began, steps, decoding = time.perf_counter(), 0, 0.0
     while goes_on(time.perf_counter() - began):
-        with cache.acquire(tokens, room=ANSWER) as lease:
+        with cache.acquire(tokens, headroom=ANSWER) as lease:
             started = time.perf_counter()
             for _ in range(ANSWER):
                 mx.eval(model(mx.array([[1]]), cache=lease.caches))

@@ -82,7 +82,7 @@ class Hit:
         return parts
 
     def restored_caches(self, prompt: Any) -> list[Any]:
-        lease = self.cache.acquire(prompt, room=1)
+        lease = self.cache.acquire(prompt, headroom=1)
         caches = lease.caches
         lease.release()
         mx.eval([c.state for c in caches])

@@ -174,7 +174,7 @@ def _replayed(
                 cache.memory.noted.update(dict.fromkeys(lease.pin.node.path()))
         if request.waits:
             cache.mark_idle(lease.tokens, boundaries=request.boundaries())
-        match = lease.match
+        match = lease.cost.match
         cached += match.resume
         replayed += match.replay
         saved += profile.prefill_flops(0, match.resume)

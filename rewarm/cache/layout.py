@@ -108,15 +108,15 @@ class Layout:
         window: Sequence[Rows],
         state: PackedState | None,
         position: int,
-        room: int,
+        headroom: int,
     ) -> list[Any]:
-        """A prompt cache at `position`, with room for `room` more tokens.
+        """A prompt cache at `position`, with room for `headroom` more tokens.
 
         Raises where anything is missing or of another form: the caller then starts cold.
         """
         new = leaves(blank)
         if self.has_rows:
-            self._join(new, "rows", rows, [(0, position)], position, room)
+            self._join(new, "rows", rows, [(0, position)], position, headroom)
         if self.has_window:
             needs = [_needed(k, position) for _, k in self._spans("window")]
             for i, spans in enumerate(needs):
@@ -137,7 +137,7 @@ class Layout:
         pieces: Sequence[Rows],
         spans: list[tuple[int, int]],
         position: int,
-        room: int,
+        headroom: int,
     ) -> None:
         """Load the layers of a group that need just these spans."""
         packing = pieces[0].packing
@@ -152,7 +152,7 @@ class Layout:
             for at, (_, kind) in enumerate(layers)
             if packing.counts[at] and spans == _needed(kind, position)
         }
-        arrays = iter(join(packing, pieces, spans, [*chain(*asked.values())], room))
+        arrays = iter(join(packing, pieces, spans, [*chain(*asked.values())], headroom))
         for at, wanted in asked.items():
             i, kind = layers[at]
             new[i] = kind.load(new[i], [next(arrays) for _ in wanted], position)

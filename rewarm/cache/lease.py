@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rewarm.values import Cut, Match, Tokens
+from rewarm.values import Cost, Cut, Tokens
 
 from .pins import Pin
 from .tree import Tree, encode
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import mlx.core as mx
-
-    from rewarm.values import Miss
 
     from .prefix import PrefixCache
 
@@ -37,15 +35,12 @@ class Lease:
         tree: Tree,
         tokens: Tokens,
         caches: list[Any],
-        match: Match,
         pin: Pin,
         cuts: list[Cut],
+        cost: Cost,
         dropped: deque[Pin],
         warm: bool = False,
         hint: float = 1.0,
-        match_ms: float = 0.0,
-        restore_ms: float = 0.0,
-        miss: Miss | None = None,
     ) -> None:
         self.cache = cache
         self.tree = tree
@@ -54,9 +49,10 @@ class Lease:
         self.caches = caches
         self.logits: mx.array | None = None
         """What follows the last token, where prefill went through that, too."""
-        self.match = match
-        self.position = match.resume
-        self.stored = match.resume
+        self.cost = cost
+        """The match, and what it took so far: nothing is computed yet."""
+        self.position = cost.match.resume
+        self.stored = cost.match.resume
         """The position up to which the tree holds this path for us."""
         self.stopped_storing = False
         """Set once something did not fit or failed: what comes after cannot be stored either."""
@@ -65,12 +61,6 @@ class Lease:
         self.hint = hint
         self.warm = warm
         """Computed ahead of any request: it makes room only where older such work lies."""
-        self.resumed_at = pin.checkpoints[0].kind if pin.checkpoints else None
-        self.match_ms = match_ms
-        self.restore_ms = restore_ms
-        self.miss = miss
-        self.restored_bytes = _held(pin)
-        """What the tree holds of the path that was restored."""
         # The finalizer may run at any moment in any thread, so it only leaves a note.
         self._finalizer = weakref.finalize(self, dropped.append, pin)
 
@@ -94,8 +84,3 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         self.release()
-
-
-def _held(pin: Pin) -> int:
-    parts = [part for node in pin.node.path() for part in (node.rows, node.window)]
-    return sum(p.nbytes for p in (*parts, *pin.checkpoints) if p is not None)

@@ -215,7 +215,7 @@ def join(
     pieces: Sequence[Rows],
     spans: Sequence[tuple[int, int]],
     wanted: Sequence[int],
-    room: int,
+    headroom: int,
 ) -> list[mx.array]:
     """The `wanted` arrays over the given spans, each one fresh, with room for more tokens."""
     parts = _parts(pieces, spans)
@@ -226,11 +226,11 @@ def join(
     def joined(i: int) -> mx.array:
         heads, width, dtype = packing.shapes[i]
         if i not in packing.places:
-            return mx.zeros((1, heads, tokens + room, width), dtype)
+            return mx.zeros((1, heads, tokens + headroom, width), dtype)
         group, head = packing.places[i]
         found = [s.arrays[group][:, head : head + heads, a:b] for s, a, b in parts]
-        if room:
-            found.append(mx.zeros((1, heads, room, width), dtype))
+        if headroom:
+            found.append(mx.zeros((1, heads, headroom, width), dtype))
         return detached(found, TOKENS)
 
     made: dict[int, mx.array] = {}
@@ -239,7 +239,7 @@ def join(
         if its and parts and cuda_rows.fits(parts[0].segment.arrays[g], len(its)):
             rows = [cuda_rows.Part(s.arrays[g], a, b) for s, a, b in parts]
             heads = [cuda_rows.Heads(packing.places[i][1], packing.shapes[i].heads) for i in its]
-            made.update(zip(its, cuda_rows.joined(rows, heads, room), strict=True))
+            made.update(zip(its, cuda_rows.joined(rows, heads, headroom), strict=True))
 
     size = sum(s.heads * s.width * s.dtype.size for s in (packing.shapes[i] for i in wanted))
     if mx.default_device() != mx.cpu or size * tokens < WORTH_A_THREAD or len(wanted) < 2:
@@ -247,7 +247,7 @@ def join(
 
     def copied(i: int) -> mx.array:
         heads, width, dtype = packing.shapes[i]
-        array = unfilled(1, heads, tokens + room, width * dtype.size)
+        array = unfilled(1, heads, tokens + headroom, width * dtype.size)
         into, at = np.asarray(array), 0
         for s, a, b in parts if i in packing.places else ():
             group, head = packing.places[i]

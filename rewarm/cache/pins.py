@@ -17,6 +17,12 @@ class Pin:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     live: bool = True
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the tree holds of the path, with these checkpoints."""
+        parts = [part for node in self.node.path() for part in (node.rows, node.window)]
+        return sum(p.nbytes for p in (*parts, *self.checkpoints) if p is not None)
+
     def take(self) -> None:
         for node in self.node.path():
             node.pins += 1

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from rewarm.accel import heap
 from rewarm.errors import CacheClosed, InvalidOption, ModelMismatch
 from rewarm.options import CacheOptions, parse_size
-from rewarm.values import Boundary, Kind, Match, Miss, Namespace, Origin, Tokens
+from rewarm.values import Boundary, Cost, Kind, Match, Miss, Namespace, Origin, Tokens
 
 from .binding import Binding
 from .commit import Committer
@@ -316,7 +316,7 @@ class PrefixCache:
         salt: str | None = None,
         boundaries: Sequence[Boundary] = (),
         marks: Sequence[int] = (),
-        room: int = 0,
+        headroom: int = 0,
         warm: bool = False,
         hint: float = 1.0,
         fetch: bool | Fetch = True,
@@ -328,7 +328,7 @@ class PrefixCache:
         of this prompt that is resolved is taken in under the same lock as the lease, and the
         lease's match names the tier that it came from.
 
-        `room` is how many tokens the answer may take: the caches then need not grow by copying.
+        `headroom` is how many tokens the answer may take: the caches then need not grow by copying.
         `hint` above 1 says that this prompt is likelier than others to be asked for again.
         `warm`: nobody has asked for this yet. It is no use of what it finds, and its commits evict
         nothing but other warm-ahead.
@@ -358,27 +358,22 @@ class PrefixCache:
                     found = replace(found, match=replace(found.match, tier=fetch.tier))
                 if below is not None:
                     found = known_below(found, below)
-            found, caches = self._restorer.restored(found, tree, query, room)
+            found, caches = self._restorer.restored(found, tree, query, headroom)
             restored = time.perf_counter()
             shape = Shape(len(prompt) - 1, found.at, found.junction, boundaries, marks)
             cuts = self._divider.cuts(shape, list(query.cuts))
             miss = self._why(found.match, tree, query, below) if not warm else None
             pin = self._pins.take(tree, found.node, found.at, warm=warm, hint=hint, now=self._clock)
-            return Lease(
-                self,
-                tree,
-                prompt,
-                caches,
+            cost = Cost(
                 found.match,
-                pin,
-                cuts,
-                self._pins.dropped,
-                warm=warm,
-                hint=hint,
+                resumed_at=pin.checkpoints[0].kind if pin.checkpoints else None,
                 match_ms=(matched - fetched) * 1e3,
                 restore_ms=(restored - matched + fetched - began) * 1e3,
+                restored_bytes=pin.nbytes,
                 miss=miss,
             )
+            dropped = self._pins.dropped
+            return Lease(self, tree, prompt, caches, pin, cuts, cost, dropped, warm, hint)
 
     def commit(
         self,

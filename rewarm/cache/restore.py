@@ -51,14 +51,14 @@ class Restorer:
         return Match(query.length, shared, found.resume, reason, best.tier)
 
     def restored(
-        self, found: ResumePoint, tree: Tree, query: Query, room: int
+        self, found: ResumePoint, tree: Tree, query: Query, headroom: int
     ) -> tuple[ResumePoint, list[Any]]:
-        """The caches of a match, with room for `room` tokens beyond the prompt."""
+        """The caches of a match, with room for `headroom` tokens beyond the prompt."""
         if is_cuda():
-            room += -(query.length + room) % STEP
+            headroom += -(query.length + headroom) % STEP
         while found.at:
             try:
-                caches = self._built(found, query.length - found.at + room)
+                caches = self._built(found, query.length - found.at + headroom)
                 mx.eval([getattr(c, "state", None) for c in caches])
                 return found, caches
             except Exception:
@@ -70,7 +70,7 @@ class Restorer:
                     found = replace(found, match=cold, node=tree.root)
         return found, self.blank()
 
-    def _built(self, found: ResumePoint, room: int) -> list[Any]:
+    def _built(self, found: ResumePoint, headroom: int) -> list[Any]:
         """Raises where anything is missing or of another form."""
         rows: list[Rows] = []
         window: list[Rows] = []
@@ -86,7 +86,7 @@ class Restorer:
             window=window[::-1],
             state=state if isinstance(state, PackedState) else None,
             position=found.at,
-            room=room,
+            headroom=headroom,
         )
 
     def _discard(self, tree: Tree, node: Node) -> bool:

@@ -180,15 +180,16 @@ class Runner:
             salt=sequence.salt,
             boundaries=sequence.boundaries,
             marks=sequence.marks,
-            room=min(sequence.max_tokens - len(sequence.generated), MOST_ROOM),
+            headroom=min(sequence.max_tokens - len(sequence.generated), MOST_ROOM),
             warm=sequence.warm,
             hint=sequence.request.hint if sequence.request is not None else 1.0,
         )
         sequence.lease = lease
         if sequence.match is None:
-            sequence.match, sequence.resumed_at = lease.match, lease.resumed_at
-            sequence.match_ms, sequence.restore_ms = lease.match_ms, lease.restore_ms
-            sequence.restored_bytes, sequence.miss = lease.restored_bytes, lease.miss
+            cost = lease.cost
+            sequence.match, sequence.resumed_at = cost.match, cost.resumed_at
+            sequence.match_ms, sequence.restore_ms = cost.match_ms, cost.restore_ms
+            sequence.restored_bytes, sequence.miss = cost.restored_bytes, cost.miss
 
     def next_piece(self, sequence: Sequence, awaited: Iterable[int] = ()) -> int:
         """How many tokens come next. `awaited` are positions that other requests wait for."""
@@ -359,7 +360,7 @@ class Runner:
         if self._batch_of(sequence) is not None:
             if sequence.generated:
                 self.store_answer(sequence, "answer")
-        elif lease.position > lease.match.resume and lease.caches:
+        elif lease.position > lease.cost.match.resume and lease.caches:
             # The prefill ends here, too early: without a checkpoint, recurrent layers lose it all.
             self.cache.commit(lease, lease.position, checkpoint="end")
 

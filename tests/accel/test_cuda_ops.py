@@ -229,7 +229,7 @@ def test_a_restore_joins_its_rows_by_the_kernel(
 ) -> None:
     packing, rows, arrays = packed(counts, lengths)
     wanted = [i for i in range(len(arrays)) if i != 1]
-    found = join(packing, [rows], [(1, sum(lengths))], wanted, room=4)
+    found = join(packing, [rows], [(1, sum(lengths))], wanted, headroom=4)
     for array, i in zip(found, wanted, strict=True):
         assert mx.array_equal(array[:, :, :-4], arrays[i][:, :, 1:])
         assert not array[:, :, -4:].any()
@@ -244,7 +244,7 @@ def test_rows_that_are_not_as_they_should_be_are_refused() -> None:
     for wrong in (keys[:, :3], keys[:, :, :4], keys.astype(mx.float16), values):
         bad = Rows(packing, (first, replace(second, arrays=(wrong, values))))
         with pytest.raises(ValueError, match="rows 6 to 12"):
-            join(packing, [bad], [(0, 12)], [0, 2], room=0)
+            join(packing, [bad], [(0, 12)], [0, 2], headroom=0)
 
 
 @on_cuda

@@ -362,7 +362,7 @@ def test_a_window_that_memory_let_go_of_comes_back_with_what_follows_it(tmp_path
     evict(cache, "window", at=124)
     assert cache.match(asked).resume == 128
     lease = cache.acquire(asked)
-    assert (lease.match.resume, lease.match.tier) == (128, "disk")
+    assert (lease.cost.match.resume, lease.cost.match.tier) == (128, "disk")
     lease.release()
     cache.verify()
     cache.close()
@@ -422,7 +422,7 @@ def test_what_the_disk_knows_and_cannot_resume_at_is_replayed(name: str, tmp_pat
     for tier in ("disk", "memory"):  # the second time memory has what was brought up
         found = cache.match(asked, boundaries=ends)
         with cache.acquire(asked, boundaries=ends) as lease:
-            assert lease.match == found
+            assert lease.cost.match == found
         assert (found.shared, found.resume, found.reason) == (100, before.resume, before.reason)
         assert found.tier == (tier if found.resume else None)
     again = run(model, cache, asked, boundaries=ends)

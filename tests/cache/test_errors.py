@@ -128,7 +128,7 @@ def test_a_model_with_an_unknown_cache_runs_without_reuse_and_says_so_once(
         )
         for _ in range(2):
             with cache.acquire(prompt(50)) as lease:
-                assert (lease.position, lease.match.reason) == (0, "disabled")
+                assert (lease.position, lease.cost.match.reason) == (0, "disabled")
                 model(mx.array(prompt(50)[:49])[None], cache=lease.caches)
                 cache.commit(lease, 49, checkpoint="end")
     assert caplog.text.count("reuse is off") == 1

@@ -108,7 +108,7 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_was_read_from(
         window=held["window"],
         state=None,
         position=position,
-        room=cut,
+        headroom=cut,
     )
     for step in after:
         span = range(position, position + step)
@@ -170,7 +170,9 @@ def test_an_unknown_class_is_captured_by_its_attributes() -> None:
     assert isinstance(layout.kinds[0], Opaque)
     state = layout.capture([cache])
     cache.parts["a"][0, 0] = 99  # the copy is not touched
-    built = layout.build([WithAttributes()], rows=[], window=[], state=state, position=7, room=0)[0]
+    built = layout.build(
+        [WithAttributes()], rows=[], window=[], state=state, position=7, headroom=0
+    )[0]
     assert built.offset == 7
     assert built.parts["b"] == [None, 2.5]
     assert built.parts["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -181,7 +183,7 @@ def test_an_unknown_class_without_attributes_is_captured_by_its_state() -> None:
     cache._hidden = mx.array([3.0, 4.0])
     layout = Layout([WithState()])
     state = layout.capture([cache])
-    built = layout.build([WithState()], rows=[], window=[], state=state, position=1, room=0)[0]
+    built = layout.build([WithState()], rows=[], window=[], state=state, position=1, headroom=0)[0]
     assert built._hidden.tolist() == [3.0, 4.0]
 
 
@@ -252,4 +254,4 @@ def test_missing_rows_are_an_error_and_not_a_shorter_cache() -> None:
     layout = Layout([KVCache()])
     held = pieces(layout, "rows", [(0, 20), (30, 50)], [cache])
     with pytest.raises(LookupError, match="20"):
-        layout.build([KVCache()], rows=held, window=[], state=None, position=50, room=0)
+        layout.build([KVCache()], rows=held, window=[], state=None, position=50, headroom=0)

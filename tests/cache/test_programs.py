@@ -117,8 +117,8 @@ class Programs(RuleBasedStateMachine):
         tokens = self.prompts[-min(back, len(self.prompts))]
         boundaries = self.boundaries(tokens)
         expected = self.cache.match(tokens, boundaries=boundaries)
-        lease = self.cache.acquire(tokens, boundaries=boundaries, room=4)
-        self.compare_match(lease.match, expected)
+        lease = self.cache.acquire(tokens, boundaries=boundaries, headroom=4)
+        self.compare_match(lease.cost.match, expected)
         type(self).hits += lease.position > 0
         self.leases.append((lease, boundaries))
 

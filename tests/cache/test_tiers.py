@@ -210,7 +210,7 @@ def test_a_lease_that_does_not_fetch_asks_no_tier() -> None:
     with behind_a_gate() as (_, cache, gate, asked):
         asked_before = gate.asked
         with cache.acquire(asked, fetch=False) as lease:
-            assert lease.match == Match(len(asked), reason="cold")
+            assert lease.cost.match == Match(len(asked), reason="cold")
         assert cache.match(asked, tiers=False).resume == 0
         assert gate.asked == asked_before
 
@@ -221,7 +221,7 @@ def test_a_fetch_and_its_lease_are_one_step() -> None:
         fetch = cache.fetch(asked)
         fetch.wait(60)
         with cache.acquire(asked, fetch=fetch) as lease:
-            assert (lease.match.resume, lease.match.tier) == (139, "hostile")
+            assert (lease.cost.match.resume, lease.cost.match.tier) == (139, "hostile")
 
 
 def test_a_cancelled_fetch_is_over_at_once_and_leaves_nothing() -> None:

@@ -819,7 +819,7 @@ def test_prompts_are_tried_out_before_anybody_asks(
 
     def acquire(cache: PrefixCache, *given: Any, **options: Any) -> Any:
         lease = built(cache, *given, **options)
-        restored.append(lease.match.resume)
+        restored.append(lease.cost.match.resume)
         used.add(cache)
         return lease
 
@@ -885,7 +885,7 @@ def test_on_cuda_a_restored_cache_is_as_long_as_one_that_grew(
     lengths = []
     for cuda in (True, False):
         monkeypatch.setattr(restore, "is_cuda", lambda cuda=cuda: cuda)
-        with cache.acquire(joined(prompt(300), prompt(20, seed=1)), room=5) as lease:
+        with cache.acquire(joined(prompt(300), prompt(20, seed=1)), headroom=5) as lease:
             lengths.append(lease.caches[0].keys.shape[2])
     assert lengths == [512, 325]
 

@@ -158,9 +158,9 @@ def test_the_first_difference_is_found_on_disk_too(tmp_path: Path) -> None:
         assert (asked.reason, asked.shared) == ("diverged", 150)
         assert asked.other.tolist() == tokens[150 : 150 + GLIMPSE].tolist()
         with cache.acquire(other) as lease:
-            assert lease.miss is not None
-            assert (lease.miss.reason, lease.miss.shared) == ("diverged", 150)
-            seen = lease.miss.other  # as far as it was brought up
+            assert lease.cost.miss is not None
+            assert (lease.cost.miss.reason, lease.cost.miss.shared) == ("diverged", 150)
+            seen = lease.cost.miss.other  # as far as it was brought up
             assert seen.tolist() == tokens[150 : 150 + len(seen)].tolist() != []
         cache.close()
 
@@ -205,12 +205,12 @@ def test_a_miss_is_told_by_the_lease_as_it_was_before_the_request_ran() -> None:
     asked = joined(prompt(60), prompt(90, 4))
     expected = missed(cache, asked)
     with cache.acquire(asked) as lease:
-        assert lease.miss is not None
-        assert lease.miss.reason == expected.reason == "diverged"
-        assert lease.miss.shared == expected.shared == 60
-        assert lease.miss.other.tolist() == expected.other.tolist()
+        assert lease.cost.miss is not None
+        assert lease.cost.miss.reason == expected.reason == "diverged"
+        assert lease.cost.miss.shared == expected.shared == 60
+        assert lease.cost.miss.other.tolist() == expected.other.tolist()
     with cache.acquire(asked, warm=True) as lease:
-        assert lease.miss is None
+        assert lease.cost.miss is None
 
 
 def test_the_memory_of_evictions_is_bounded_and_forgets_the_oldest(

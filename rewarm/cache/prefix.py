@@ -47,6 +47,7 @@ from .tiers.fetch import Fetch, Worth
 from .tiers.lower import SILENCE, Answer, Lower
 from .tiers.promote import Promoter
 from .tree import Tree, encode
+from .views.digest import digest
 from .views.miss import Explainer, Missed
 from .views.stats import Stats
 from .views.survey import Survey, survey_of
@@ -456,6 +457,11 @@ class PrefixCache:
     def limit(self) -> int:
         """The position up to which state is stored: see `positions.py`."""
         return self._divider.limit
+
+    def digest(self) -> str:
+        """One hash of what the tree knows: two caches with the same calls have the same one."""
+        with self._entered():
+            return digest(self._trees.values())
 
     def in_namespace(self, namespace: Namespace, salt: str | None) -> bool:
         return namespace == self._binding.namespace.salted(salt)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rewarm.accel import blas, compiled
 
 if TYPE_CHECKING:
-    from rewarm.cache import PrefixCache
+    from rewarm.cache import PrefixCache, layer_kinds
     from rewarm.errors import RewarmError
     from rewarm.loading import load
     from rewarm.session import Session
@@ -22,13 +22,22 @@ compiled.prepare()
 os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
 
 __version__ = "0.1.0"
-__all__ = ["Boundary", "PrefixCache", "RewarmError", "Session", "__version__", "load"]
+__all__ = [
+    "Boundary",
+    "PrefixCache",
+    "RewarmError",
+    "Session",
+    "__version__",
+    "layer_kinds",
+    "load",
+]
 
 _HOMES = {
     "Boundary": "rewarm.cache",
     "PrefixCache": "rewarm.cache",
     "RewarmError": "rewarm.errors",
     "Session": "rewarm.session",
+    "layer_kinds": "rewarm.cache",
     "load": "rewarm.loading",
 }
 

@@ -1,5 +1,6 @@
 """The heart: a tree of prompt state that any mlx-lm model can resume from."""
 
+from . import layer_kinds
 from .lease import Lease
 from .placement import ChatPlacement, Placement, Point, Shape
 from .prefix import PrefixCache
@@ -17,4 +18,5 @@ __all__ = [
     "Shape",
     "Stats",
     "WorkPerByte",
+    "layer_kinds",
 ]

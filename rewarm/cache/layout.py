@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 import mlx.core as mx
 
-from .layers import Group, Rotating, SpanKind, StateKind, kind_of, leaves, replaced
+from .layer_kinds import Group, Rotating, SpanKind, StateKind, kind_of, leaves, replaced
 from .payload import PackedState, Packing, Rows, join, state_bytes
 
 SpanGroup = Literal["rows", "window"]

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from .layers import leaves
+from .layer_kinds import leaves
 
 
 def form_of(caches: Sequence[Any]) -> str:

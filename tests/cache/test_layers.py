@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +20,9 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from rewarm.cache.layers import Opaque, kind_of, leaves
+import rewarm
+from rewarm.cache import layer_kinds
+from rewarm.cache.layer_kinds import Opaque, kind_of, leaves
 from rewarm.cache.layout import Layout
 from rewarm.cache.payload import SEGMENT
 
@@ -255,3 +257,38 @@ def test_missing_rows_are_an_error_and_not_a_shorter_cache() -> None:
     held = pieces(layout, "rows", [(0, 20), (30, 50)], [cache])
     with pytest.raises(LookupError, match="20"):
         layout.build([KVCache()], rows=held, window=[], state=None, position=50, headroom=0)
+
+
+class Foreign:
+    """A cache class that nobody here knows, and that could not be captured as it is."""
+
+    def __init__(self) -> None:
+        self.seen = {"tokens": object()}
+        self.sums = mx.zeros((2,))
+
+
+class ForeignKind:
+    group: ClassVar[layer_kinds.Group] = "state"
+
+    @staticmethod
+    def of(cache: Any) -> ForeignKind | None:
+        return ForeignKind() if type(cache) is Foreign else None
+
+    def capture(self, cache: Any) -> Any:
+        return cache.sums
+
+    def load(self, cache: Any, value: Any) -> Any:
+        cache.sums = value
+        return cache
+
+
+def test_a_kind_can_be_registered_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Layout([Foreign()]).unknown == ["Foreign"]
+    monkeypatch.setattr(layer_kinds, "KINDS", [*layer_kinds.KINDS])
+    rewarm.layer_kinds.register(ForeignKind)
+    layout, cache = Layout([Foreign()]), Foreign()
+    assert layout.reusable
+    cache.sums = mx.array([1.0, 2.0])
+    state = layout.capture([cache])
+    built = layout.build([Foreign()], rows=[], window=[], state=state, position=7, headroom=0)[0]
+    assert built.sums.tolist() == [1.0, 2.0]

@@ -1,7 +1,7 @@
 """Layer kinds: how each of mlx-lm's caches is cut, captured and rebuilt.
 
-A new cache class is one class here, added to `KINDS`. Kinds match the exact class: a subclass may
-hold more than its parent does.
+A new cache class is one class here, added to `KINDS`, or one outside that is given to `register`.
+Kinds match the exact class: a subclass may hold more than its parent does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StateKind(Protocol):
     def load(self, cache: Any, value: Any) -> Any: ...
 
 
-class Rows:
+class RowsKind:
     """Full attention: any position can be resumed."""
 
     group: ClassVar[Group] = "rows"
@@ -57,7 +57,7 @@ class Rows:
     kept = 0
 
     @classmethod
-    def of(cls, cache: Any) -> Rows | None:
+    def of(cls, cache: Any) -> RowsKind | None:
         return cls() if type(cache) in cls.classes else None
 
     def reach(self, position: int) -> int:
@@ -211,7 +211,23 @@ class Opaque:
         return cache
 
 
-KINDS = (Rows, Rotating, Chunked, Recurrent, Opaque)
+class LayerKind(Protocol):
+    """A class of kinds: it knows the caches that it can take."""
+
+    @staticmethod
+    def of(cache: Any) -> SpanKind | StateKind | None:
+        """The kind of a cache; None where it is for another class to say."""
+
+
+KINDS: list[LayerKind] = [RowsKind, Rotating, Chunked, Recurrent, Opaque]
+
+
+def register(kind: LayerKind) -> None:
+    """Have a kind asked before all that are known, in every `PrefixCache` that is made from now on.
+
+    It decides what is stored for a layer, and how that is restored: `docs/cache.md` says what a
+    kind promises."""
+    KINDS.insert(0, kind)
 
 
 def kind_of(cache: Any) -> SpanKind | StateKind | None:

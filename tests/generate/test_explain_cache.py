@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rewarm.cache import PrefixCache, prefix
+from rewarm.cache import PrefixCache, core
 from rewarm.cache.evicted import GRAIN, EvictedIndex
 from rewarm.cache.find import GLIMPSE
 from rewarm.cache.worth import What
@@ -216,7 +216,7 @@ def test_a_miss_is_told_by_the_lease_as_it_was_before_the_request_ran() -> None:
 def test_the_memory_of_evictions_is_bounded_and_forgets_the_oldest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefix, "EvictedIndex", lambda: EvictedIndex(capacity=16))
+    monkeypatch.setattr(core, "EvictedIndex", lambda: EvictedIndex(capacity=16))
     cache = cache_of("llama")
     size = cache._evicted_index.nbytes
     tokens = prompt(200)

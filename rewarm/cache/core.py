@@ -1,0 +1,302 @@
+"""The parts of a cache, put together for one model, and the lock that they share."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from rewarm.errors import CacheClosed
+from rewarm.options import CacheOptions, parse_size
+from rewarm.values import Boundary, Namespace, Tokens
+
+from .binding import Binding
+from .commit import Committer
+from .cuts import Divider
+from .evicted import EvictedIndex
+from .find import Query
+from .forest import Forest
+from .identity import Description
+from .layout import Layout
+from .ledger import Held, Ledger
+from .memory import auto_size, most_buffers
+from .model import MakeCaches, cache_maker, vocabulary_size
+from .pins import Pin, Pins
+from .placement import ChatPlacement, Placement
+from .positions import Limit, limit_of
+from .restore import Restorer
+from .retention import Evictor, Item, Retention, WorkPerByte
+from .tiers.base import Tier
+from .tiers.disk.records import StoreError
+from .tiers.disk.store import Store
+from .tiers.disk.tier import DiskTier
+from .tiers.lower import Lower
+from .tiers.promote import Promoter
+from .tree import Tree, encode
+from .views.miss import Explainer
+
+log = logging.getLogger("rewarm")
+
+CPU_CHUNK, GPU_CHUNK = 512, 2048
+
+
+class CacheCore:
+    """What every call of a cache stands on. `PrefixCache` adds the calls."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        memory: int | str = CacheOptions.memory,
+        disk: str | None = CacheOptions.disk,
+        disk_size: int | str = CacheOptions.disk_size,
+        reuse: Literal["fast", "exact"] = CacheOptions.reuse,
+        chunk: int | None = CacheOptions.chunk,
+        kv_bits: int | None = CacheOptions.kv_bits,
+        kv_group_size: int = CacheOptions.kv_group_size,
+        max_kv_size: int | None = None,
+        make_cache: MakeCaches | None = None,
+        retention: Retention | None = None,
+        placement: Placement | None = None,
+        layout: Layout | None = None,
+        adapter: str = "",
+        max_buffers: int | None = None,
+        tiers: Sequence[Tier] = (),
+        attach: bool = True,
+    ) -> None:
+        """`tiers` lie below memory, and below the disk where there is one: from fast to slow. The
+        cache closes them. `attach=False` leaves all of that alone until `attach` is called."""
+        CacheOptions(memory, disk, disk_size, reuse, chunk, kv_bits, kv_group_size)
+        budget = parse_size(memory) if memory != "auto" else auto_size()
+        self.model = model
+        self.reuse = reuse
+        self.chunk = chunk or (CPU_CHUNK if mx.default_device() == mx.cpu else GPU_CHUNK)
+        self.blank = make_cache or cache_maker(model, max_kv_size, kv_bits, kv_group_size)
+        self.layout = layout or Layout(self.blank())
+        if not self.layout.reusable:
+            what = ", ".join(self.layout.unknown) or "no layer"
+            log.warning("reuse is off for %s: %s cannot be captured", type(model).__name__, what)
+        self._divider = Divider(
+            reuse,
+            self.chunk,
+            placement or ChatPlacement(),
+            checkpoints=self.layout.has_state or self.layout.has_window,
+        )
+        self._find_limit()
+        self.memory = Ledger(budget, max_buffers or most_buffers())
+        self._binding = Binding(
+            model,
+            self.blank,
+            kv=f"{kv_bits}/{kv_group_size}" if kv_bits else "plain",
+            adapter=adapter,
+            exact=reuse == "exact",
+            chunk=self.chunk,
+        )
+        self.vocabulary = vocabulary_size(model) or 1 << 31
+        self._trees = Forest(chunked=reuse == "exact")
+        self._pins = Pins()
+        self._lower = Lower(self.layout, self._pins)
+        self._evicted_index = EvictedIndex()
+        self._evictor = Evictor(
+            retention or WorkPerByte(),
+            self.memory,
+            reach=self.layout.longest_window,
+            stateful=self.layout.has_state,
+            on_evict=partial(_evicted, self._evicted_index, self._lower, self.layout),
+        )
+        trees = self._trees.values()
+        self._committer = Committer(
+            self.layout, self.memory, self._evictor, trees, self._lower.changed
+        )
+        self._promoter = Promoter(self.layout, self.memory, self._evictor, trees)
+        self._restorer = Restorer(self.layout, self.blank, self.memory, self._lower)
+        self._explainer = Explainer(self._evicted_index)
+        self._lock = threading.RLock()
+        self._clock = 0
+        self._closed = False
+        self._owned = False
+        self._folder = Path(disk) if disk is not None and self.layout.reusable else None
+        self._disk_size = parse_size(disk_size, "disk_size")
+        self._unopened = list(tiers) if self.layout.reusable else []
+        self._attaching: threading.Thread | None = None
+        # A cache that is dropped without `close` frees its arrays at once, too.
+        weakref.finalize(self, _let_go, self._trees, self._lower).atexit = False
+        if attach:
+            self.attach()
+
+    def attach(self, *, owned: bool = False) -> None:
+        """Take the model's identity, and open what lies below memory under it.
+
+        Call it on a thread that may run the model. All weights are read for it. `owned` says that
+        the caller alone has the model and never changes it, as a server does: nothing then looks
+        for changes, and the weights are read by another thread, while requests are answered. Until
+        that is done, nothing is read or written below memory; what memory holds by then is given
+        to the disk later, as everything is.
+        """
+        self._owned = owned
+        if self._attaching is not None or not (self._folder or self._unopened):
+            return
+        description = self._binding.describe()
+        if not owned:
+            return self._attach(description)
+        work = threading.Thread(
+            target=self._attach, args=(description,), name="rewarm-attach", daemon=True
+        )
+        self._attaching = work
+        work.start()
+
+    def _attach(self, description: Description) -> None:
+        before = self._binding.namespace
+        opened: list[Tier] = []
+        namespace = before
+        try:
+            namespace = self._binding.identified(description)
+            opened = self._opened(namespace)
+        except Exception:
+            log.exception("there is no tier below memory: the model cannot be told from others")
+        with self._lock:
+            self._attaching, self._folder, self._unopened = None, None, []
+            if self._closed or self._binding.namespace != before:
+                log.warning("there is no tier below memory: the model changed while it was read")
+            elif opened:
+                self._binding.namespace = namespace
+                self._trees.rename(namespace.base)
+                self._lower.open(opened, self._trees.values())
+                return
+        for tier in opened:
+            tier.close()
+
+    def _opened(self, namespace: Namespace) -> list[Tier]:
+        if self._folder is None:
+            return self._unopened
+        try:
+            store = Store.open(self._folder, limit=self._disk_size)
+        except StoreError as error:
+            log.warning("there is no disk tier: %s", error)
+            return self._unopened
+        disk = DiskTier(
+            store,
+            self.layout,
+            self._evictor.policy,
+            namespace,
+            model=getattr(self.model, "rewarm_source", type(self.model).__module__),
+            grid=f"exact {self.chunk}" if self.reuse == "exact" else "fast",
+            in_use=partial(bool, self._pins.held),
+        )
+        return [disk, *self._unopened]
+
+    def _attached(self) -> None:
+        """Wait until `attach` is done."""
+        work = self._attaching
+        if work is not None:
+            work.join()
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """What is in use below memory, from fast to slow."""
+        return self._lower.tiers
+
+    def rebind(self, model: Any = None) -> None:
+        """Go on with the model as it is now; `model` may be another object that computes the same.
+
+        For whoever edits arrays in place, which nothing else notices. State is found again where
+        the model computes what it computed before; a cache without tiers cannot know that, and
+        forgets everything."""
+        self._attached()
+        if model is not None and model is not self.model:
+            self._binding.check(model)
+        namespace = None
+        if self._lower.lanes:
+            namespace = self._binding.identified(self._binding.describe())
+        with self._entered():
+            self._find_limit()
+            if namespace is None:
+                self._binding.start_anew()
+                self._forget()
+            else:
+                if namespace != self._binding.namespace:
+                    log.info("the model was changed: what is computed from now on is kept apart")
+                self._binding.namespace = namespace
+
+    def check_model(self, model: Any) -> None:
+        """Raise unless the cache was made for this model."""
+        if model is not self.model:
+            self._binding.check(model)
+        elif self._lower.lanes:
+            self.rebind()
+
+    def in_namespace(self, namespace: Namespace, salt: str | None) -> bool:
+        return namespace == self._binding.namespace.salted(salt)
+
+    @property
+    def limit(self) -> int:
+        """The position up to which state is stored: see `positions.py`."""
+        return self._divider.limit
+
+    def _query(self, prompt: Tokens, salt: str | None, boundaries: Sequence[Boundary]) -> Query:
+        namespace = self._binding.namespace.salted(salt)
+        cuts = self._divider.grid(len(prompt), boundaries)
+        return Query(namespace, encode(prompt), cuts, self.layout, self.reuse)
+
+    def _used(self) -> list[Tree]:
+        return [pin.tree for pin in self._pins.held]
+
+    def _find_limit(self) -> None:
+        # In `exact` a chunk is reused only where every chunk before it is the prompt's own. So its
+        # rows were computed in the very calls that would compute them again, whatever these do.
+        stores = self.reuse == "fast" and self.layout.reusable
+        limit = limit_of(self.model) if stores else Limit()
+        limit.say(self.model)
+        self._divider = replace(self._divider, limit=limit.position)
+
+    def _forget(self) -> None:
+        self._pins.forget()
+        self._trees.take_apart()
+        self._evicted_index.clear()
+        self.memory.held = Held()
+        self._evictor.forget()
+
+    def _release(self, pin: Pin) -> None:
+        with self._lock:
+            self._pins.drop(pin)
+            # Where the budget was lowered meanwhile, what was leased can go now.
+            self._evictor.make_room(self._trees.values(), 0, 0, self._clock)
+
+    def _drain(self) -> None:
+        """Unpin what forgotten leases held."""
+        while self._pins.dropped:
+            self._release(self._pins.dropped.popleft())
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise CacheClosed("this cache is closed: make a new PrefixCache")
+            self._drain()
+            yield
+
+
+def _evicted(gone: EvictedIndex, lower: Lower, layout: Layout, item: Item) -> None:
+    """Memory is about to let go of something.
+
+    This is no method: a cache that its own evictor refers to would outlive its last user.
+    """
+    gone.note(item, resumable=not layout.has_state)
+    try:
+        lower.evicting(item)
+    except Exception:
+        log.exception("something evicted could not be offered to a lower tier")
+
+
+def _let_go(trees: Forest, lower: Lower) -> None:
+    trees.take_apart()
+    for lane in lower.lanes:
+        lane.stop()

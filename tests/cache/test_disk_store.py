@@ -27,9 +27,9 @@ import pytest
 import xxhash
 
 from rewarm.cache.tiers.disk import files, sweep
+from rewarm.cache.tiers.disk.database import FORMAT
 from rewarm.cache.tiers.disk.files import Written
 from rewarm.cache.tiers.disk.folder import SUSPECT
-from rewarm.cache.tiers.disk.index import FORMAT
 from rewarm.cache.tiers.disk.records import (
     AddNode,
     AddPayload,

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from .database import FULL, NOT_DAMAGE, code_of
 from .files import Damaged
 from .folder import INDEX, SUSPECT, Quarantine
-from .index import FULL, NOT_DAMAGE, Index, code_of
+from .index import Index
 from .records import StoreBroken, StoreError
 
 log = logging.getLogger("rewarm")

@@ -49,7 +49,7 @@ CPU_CHUNK, GPU_CHUNK = 512, 2048
 
 
 class CacheCore:
-    """What every call of a cache stands on. `PrefixCache` adds the calls."""
+    """The parts of one cache. `PrefixCache` adds the calls that work with them."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class CacheCore:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """What is in use below memory, from fast to slow."""
+        """The tiers in use below memory, from fast to slow."""
         return self._lower.tiers
 
     def rebind(self, model: Any = None) -> None:

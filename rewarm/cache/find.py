@@ -39,6 +39,10 @@ class Query:
     def length(self) -> int:
         return len(self.data) // WIDTH
 
+    def is_for(self, other: Query) -> bool:
+        """True where both ask for the same prompt of the same namespace."""
+        return self.namespace == other.namespace and self.data == other.data
+
     def upto(self, position: int) -> tuple[bytes, tuple[int, ...]]:
         """Its beginning up to a position: the key of that, and the cuts in it."""
         return self.data[: position * WIDTH], tuple(c for c in self.cuts if c <= position)
@@ -52,7 +56,7 @@ class ResumePoint:
     node: Node
     """The node that the resume point lies in or ends; the root where nothing can be reused."""
     junction: int
-    """Where this prompt leaves what the tree could give, had there been a checkpoint."""
+    """The position up to which the tree could give it, had there been a checkpoint."""
 
     @property
     def at(self) -> int:
@@ -61,10 +65,10 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class Parting:
-    """Where a prompt leaves a tree."""
+    """The place where a prompt leaves a tree."""
 
     reached: Origin | None
-    """How the deepest span that the prompt reached was made."""
+    """The origin of the deepest span that the prompt reached."""
     other: bytes = b""
     """The beginning of what is stored there instead."""
     origin: Origin | None = None
@@ -86,7 +90,7 @@ def find(tree: Tree, query: Query) -> ResumePoint:
 
 
 def parting(tree: Tree, query: Query) -> Parting:
-    """What a tree has instead of a prompt's next tokens; of several branches, the last used one."""
+    """Find what a tree has instead of a prompt's next tokens; of several, the last used."""
     data = query.data
     walk = tree.walk(data, query.cuts)
     node = walk.node

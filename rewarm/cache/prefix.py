@@ -109,7 +109,7 @@ class PrefixCache(CacheCore):
         with self._entered():
             tree = self._trees.of(fetch.query.namespace, self._used())
             before = find(tree, fetch.query).at
-            self._promote(fetch, tree)
+            self._promote(fetch)
             match = find(tree, fetch.query).match
             return replace(match, tier=fetch.tier) if match.resume > before else match
 
@@ -143,7 +143,7 @@ class PrefixCache(CacheCore):
         began = time.perf_counter()
         if not self._owned and not self._binding.is_same():
             self.rebind()
-        if fetch is True:
+        if fetch is True and self.tiers:
             fetch = self.fetch(prompt, salt, boundaries)
             fetch.wait(SILENCE)
         fetched = time.perf_counter()
@@ -153,10 +153,11 @@ class PrefixCache(CacheCore):
             tree = self._trees.of(query.namespace, self._used())
             found = find(tree, query)
             matched = time.perf_counter()
-            below = fetch.known if fetch else None
-            if fetch:
+            below = None
+            if isinstance(fetch, Fetch):
+                below = fetch.known if fetch.query.is_for(query) else None
                 before = found.at
-                self._promote(fetch, tree)
+                self._promote(fetch)
                 found = find(tree, query)
                 if found.at > before:
                     found = replace(found, match=replace(found.match, tier=fetch.tier))
@@ -245,7 +246,7 @@ class PrefixCache(CacheCore):
             return Stats.of(self.memory, self._pins, self._evictor, below)
 
     def survey(self) -> Survey:
-        """What every node holds. The lock is held for a few nodes at a time."""
+        """Look at what every node holds. The lock is held for a few nodes at a time."""
         with self._entered():
             trees = dict(self._trees)
         return survey_of(self._entered, trees, self.tiers, lambda: self._clock)
@@ -306,7 +307,7 @@ class PrefixCache(CacheCore):
             heap.give_back()
 
     def close(self) -> None:
-        """What the lower tiers have is there for the next process."""
+        """Flush, and let go of everything. Lower tiers keep what they have for the next process."""
         with self._lock:
             if self._closed:
                 return
@@ -325,7 +326,7 @@ class PrefixCache(CacheCore):
         boundaries: Sequence[Boundary],
         tiers: bool,
     ) -> tuple[Query, Tree, list[Answer]]:
-        """What is needed to say how much of a prompt there is, and leaves no trace."""
+        """Look for a prompt without a trace: the query, memory's tree, the tiers' answers."""
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
             query = self._query(prompt, salt, boundaries)
@@ -333,10 +334,12 @@ class PrefixCache(CacheCore):
             tiers &= find(tree, query).at < query.length - 1
         return query, tree, self._lower.ask(query) if tiers else []
 
-    def _promote(self, fetch: Fetch, tree: Tree) -> None:
+    def _promote(self, fetch: Fetch) -> None:
+        """Put what came into the tree that it was fetched for, and end the fetch."""
         pieces = fetch.taken() if fetch.future.done() and fetch.epoch == self._lower.epoch else []
         try:
             if pieces and fetch.found is not None:
+                tree = self._trees.of(fetch.query.namespace, self._used())
                 self._promoter.promote(tree, fetch.query, pieces, fetch.found, self._clock)
         except Exception:
             log.exception("what was fetched could not be put into memory; it is computed again")

@@ -30,7 +30,7 @@ freed buffer only for one of its size again, and a new one takes longer than the
 
 @dataclass
 class Restorer:
-    """What cannot be restored after all is dropped: a shorter hit."""
+    """Builds caches from the tree. What cannot be restored is dropped: a shorter hit."""
 
     layout: Layout
     blank: MakeCaches
@@ -38,7 +38,7 @@ class Restorer:
     lower: Lower
 
     def match(self, tree: Tree, query: Query, answers: Sequence[Answer]) -> Match:
-        """How much could be reused, where a tier may give what memory has not. Changes nothing."""
+        """Say how much could be reused, with what tiers may give. Changes nothing."""
         point = find(tree, query)
         best = max(answers, key=lambda answer: answer.found.resume, default=None)
         for answer in answers:
@@ -104,7 +104,7 @@ class Restorer:
 
 
 def known_below(point: ResumePoint, found: Found) -> ResumePoint:
-    """A match, where a tier may know more of the prompt than memory: what is computed although it
+    """A match that says what a tier knows of the prompt beyond memory: it is computed although it
     was known."""
     known = point.match.shared
     parts = found.reason == "diverged" and found.shared == known and point.match.reason is None

@@ -224,6 +224,17 @@ def test_a_fetch_and_its_lease_are_one_step() -> None:
             assert (lease.cost.match.resume, lease.cost.match.tier) == (139, "hostile")
 
 
+def test_a_fetch_of_another_tenant_gives_nothing() -> None:
+    with behind_a_gate() as (_, cache, gate, asked):
+        gate.opened.set()
+        fetch = cache.fetch(asked)
+        fetch.wait(60)
+        with cache.acquire(asked, salt="theirs", fetch=fetch) as lease:
+            assert lease.cost.match == Match(len(asked), reason="cold")
+        cache.verify()
+        assert cache.match(asked, tiers=False).resume == 139
+
+
 def test_a_cancelled_fetch_is_over_at_once_and_leaves_nothing() -> None:
     with behind_a_gate() as (_, cache, gate, asked):
         done: list[bool] = []

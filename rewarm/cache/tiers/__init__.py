@@ -1,1 +1,1 @@
-"""What lies below memory."""
+"""The tiers below memory."""

@@ -43,7 +43,7 @@ class FetchCancelled(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """What a tier can give back of a prompt. It is a promise, and nothing relies on it."""
+    """An answer of a tier: it could give back so much of a prompt. Nothing relies on it."""
 
     resume: int
     """The position that the model can go on from once all of it is in memory."""
@@ -55,8 +55,8 @@ class Found:
     """The kind of the checkpoint at `resume`; None leaves it to the label of the payload."""
     hint: float = 1.0
     shared: int = 0
-    """How far the tier knows the prompt, where that is beyond `resume`. This and what follows serve
-    for saying why not more was reused; a tier that cannot tell leaves them out."""
+    """The tokens of the prompt that the tier knows, where these are more than `resume`. This and what
+    follows serve for saying why not more was reused; a tier that cannot tell leaves them out."""
     junction: int = 0
     reason: Reason | None = None
     parting: Parting | None = None
@@ -115,13 +115,13 @@ class Offer:
 
 @dataclass(frozen=True)
 class TierStats:
-    """What a tier holds and did, for metrics and views."""
+    """The figures of a tier, or of memory, for metrics and views."""
 
     budget: int = 0
     kinds: Mapping[str, int] = field(default_factory=dict)
     """Bytes held, by kind."""
     evictions: Mapping[str, int] = field(default_factory=dict)
-    """What had to go, by kind."""
+    """The number of evictions, by kind."""
     reads: int = 0
     """Spans that were brought up to memory since the start."""
     written: int = 0
@@ -137,7 +137,7 @@ class TierStats:
 
 
 class Tier(Protocol):
-    """What lies below memory.
+    """A store of payloads below memory.
 
     `find`, `fetch`, `offer`, `flush`, `forget`, `verify`, `foreign` and `close` are called on one
     thread that this tier has for itself, one at a time, in the order of the cache's calls: what was
@@ -194,7 +194,7 @@ class Tier(Protocol):
     # Called on any thread
 
     def stats(self) -> TierStats:
-        """What it holds, without waiting for anything slow."""
+        """Its figures of now. It waits for nothing slow."""
         return TierStats()
 
     def browse(self) -> Browsed:

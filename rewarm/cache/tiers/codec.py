@@ -21,7 +21,7 @@ DTYPES: dict[str, mx.Dtype] = {name.rstrip("_"): getattr(mx, name) for name in (
 NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 
 Form = dict[str, Any]
-"""How the arrays of a payload lie, as JSON can hold it."""
+"""A description of how the arrays of a payload lie, as JSON can hold it."""
 
 
 class Received(Sealed):

@@ -70,9 +70,9 @@ class Fetch:
         self.epoch = epoch
         """The cache was cleared so often when this began."""
         self.known: Found | None = None
-        """What the tier that knows the prompt furthest knows of it."""
+        """The answer of the tier that knows most of the prompt."""
         self.found: Found | None = None
-        """What was promised of what came."""
+        """The answer that the fetch relies on."""
         self._resume = resume
         self._worth = worth
         self._lanes: Sequence[Lane] = ()
@@ -119,7 +119,7 @@ class Fetch:
         return self.future.result()
 
     def taken(self) -> list[Piece]:
-        """What came, once."""
+        """Hand out the pieces that came. They are here no more after it."""
         with self._lock:
             pieces, self._pieces = self._pieces, []
         return pieces
@@ -180,7 +180,7 @@ class Fetch:
         return True
 
     def _fetched(self, _: Future[None]) -> None:
-        """What came may be less than was promised."""
+        """Go on with what came, or with another tier: it may be less than was promised."""
         self.tokens = min(self.tokens, self._reachable())
         if self.tokens > self._resume:
             return self._end(True)

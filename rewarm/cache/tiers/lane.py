@@ -31,7 +31,7 @@ class Lane:
         self.fresh: dict[Node, Tree] = {}
         """Nodes of memory that are to be offered. Read and changed under the cache's lock."""
         self.returned: queue.SimpleQueue[Offer] = queue.SimpleQueue()
-        """What the tier did not take, or could not keep after all."""
+        """Offers that the tier did not take, or could not keep after all."""
         self.waiting = 0
         """Bytes of offers that the tier has not seen yet."""
         self._count = threading.Lock()
@@ -60,7 +60,7 @@ class Lane:
         return future
 
     def find(self, query: Query) -> Future[Found | None]:
-        """What the tier could give; None where it has nothing, fails, or promises too much."""
+        """Ask what the tier could give; None where it has nothing, fails, or promises too much."""
         answer = self._asked(self.submit(self.tier.find, query), "could not be asked")
         return _then(answer, lambda found: _possible(found, query) if found is not None else None)
 

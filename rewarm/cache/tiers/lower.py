@@ -34,7 +34,7 @@ Entered = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a tier could give."""
+    """A tier's name, and what it could give."""
 
     tier: str
     found: Found
@@ -48,7 +48,7 @@ class Lower:
         self.layout = layout
         self.lanes: list[Lane] = []
         self.epoch = 0
-        """How often everything was forgotten."""
+        """The number of times that everything was forgotten."""
         self._pins = pins
         self._weights: set[str] = set()
 
@@ -124,7 +124,7 @@ class Lower:
                 return kept and not todo
 
     def _take_back(self, lane: Lane) -> None:
-        """What a tier did not keep is fresh again."""
+        """Make fresh again what a tier did not keep."""
         while not lane.returned.empty():
             offer = lane.returned.get()
             kept = [node for node in offer.nodes if node.parent is not None]
@@ -171,7 +171,7 @@ class Lower:
         return fetch.begin(self.lanes if point.at < query.length - 1 else [])
 
     def ask(self, query: Query) -> list[Answer]:
-        """What each tier could give. Called without the lock; it waits for them."""
+        """Ask all tiers what they could give. Called without the lock; it waits for them."""
         asked = [(lane.tier.name, lane.find(query)) for lane in self.lanes]
         wait([future for _, future in asked], SILENCE)
         answers = [(name, future.result() if future.done() else None) for name, future in asked]

@@ -51,7 +51,7 @@ class Promoter:
             pin.drop()
 
     def _stops(self, query: Query, pieces: Sequence[Piece], known: int, upto: int) -> list[int]:
-        """Where the new nodes end."""
+        """The positions at which the new nodes end."""
         if query.reuse == "exact":
             return [cut for cut in query.cuts if known < cut <= upto]
         return sorted({stop for piece in pieces for stop in piece.stops if stop > known})
@@ -115,7 +115,7 @@ def _held(pieces: Sequence[Piece], what: What, start: int, stop: int) -> Rows | 
 
 
 def _origin(pieces: Sequence[Piece], stop: int) -> Origin:
-    """How the tokens before `stop` were computed."""
+    """The origin of the tokens before `stop`."""
     for piece in pieces:
         for end, origin in zip(piece.stops, piece.origins, strict=True):
             if end == stop:

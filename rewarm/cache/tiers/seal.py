@@ -44,7 +44,7 @@ class Piece:
     what: What
     start: int
     stops: tuple[int, ...]
-    """Where the spans end that it was made of."""
+    """The ends of the spans that it was made of."""
     origins: tuple[Origin, ...]
     value: Rows | PackedState
     kind: Kind | None

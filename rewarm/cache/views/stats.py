@@ -1,4 +1,4 @@
-"""What is told of a cache: how much it holds, and what it did."""
+"""The figures of a cache: how much it holds, and what it did."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..worth import What
 
 @dataclass(frozen=True)
 class Stats:
-    """What the cache holds and did."""
+    """The figures of a cache at one moment."""
 
     entries: int
     checkpoints: int

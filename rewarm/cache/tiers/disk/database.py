@@ -141,7 +141,7 @@ class Database:
         """Learn what a start needs to know: what cannot tell is of no use."""
 
     def check(self) -> str | None:
-        """What is wrong with the database as such."""
+        """Say what is wrong with the database as such, if anything is."""
         return _quick_check(self._db)
 
     @contextmanager

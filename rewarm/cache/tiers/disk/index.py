@@ -49,7 +49,7 @@ class Index(Database):
     """The rows of a store. A row whose seal is broken is not there."""
 
     def _survey(self) -> None:
-        """What a start needs to know: an index that cannot tell is of no use."""
+        """Learn what a start needs to know: an index that cannot tell is of no use."""
         with self.transaction():
             self._remove_strays()
         self.last_id = self._last_id()

@@ -41,7 +41,7 @@ GROUP_SHARE = 64
 
 @dataclass(frozen=True)
 class Handle:
-    """What a `Found` of this tier stands for."""
+    """The place in a disk tree that a `Found` of this tier stands for."""
 
     own: DiskTree
     node: Node
@@ -78,7 +78,7 @@ class DiskTier(Tier):
         self._group = min(GROUP, store.limit // GROUP_SHARE)
         self._lock = threading.RLock()
         self._returned: list[Offer] = []
-        """What could not be written, to be offered another time."""
+        """Offers that could not be written, to be made another time."""
 
     # Reading
 
@@ -169,7 +169,7 @@ class DiskTier(Tier):
                 self.trees.drop(handle.own, node)
 
     def _is_gone(self, node: Node) -> bool:
-        """Whether a part of a node was damaged; what could only not be read now is kept."""
+        """True where a part of a node was damaged; one that only cannot be read now is kept."""
         state = node.checkpoint.state if node.checkpoint is not None else None
         sources = [p.source for p in (node.rows, node.window, state) if isinstance(p, OnDisk)]
         return any(s.stored is not None and not self.store.knows(s.stored) for s in sources)
@@ -278,7 +278,7 @@ class DiskTier(Tier):
         return True
 
     def _undo_failed(self) -> None:
-        """What could not be written was never there."""
+        """Take what could not be written out of the trees."""
         for undo in self.writer.take_failed():
             self.trees.undo(undo)
             self._returned.append(undo.offer)
@@ -324,7 +324,7 @@ class DiskTier(Tier):
         )
 
     def _nbytes(self) -> int:
-        """What the store takes on disk."""
+        """The bytes that the store takes on disk."""
         try:
             return self.store.bytes()
         except OSError:

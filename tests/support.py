@@ -34,12 +34,6 @@ def disk_of(cache: PrefixCache) -> DiskTier:
     return disk
 
 
-def handed_over(cache: PrefixCache) -> None:
-    """Wait until the tiers have seen all that was offered to them."""
-    for lane in cache._lower.lanes:
-        lane.submit(lambda: None).result()
-
-
 class Counted:
     """A model that counts the tokens it is run on, and the passes."""
 

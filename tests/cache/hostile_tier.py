@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Literal
 
 from rewarm.cache.find import Query
@@ -42,26 +43,21 @@ class HostileTier(Tier):
         return resolved(Found(resume, 1 << 20, handle=best))
 
     def fetch(self, found: Found, take: Take) -> Future[None]:
-        if "slow" in self.vices:
-            later: Future[None] = Future()
-            give = threading.Timer(0.01, lambda: later.set_result(self._give(found.handle, take)))
-            give.start()
-            return later
-        return resolved(self._give(found.handle, take))
+        later: Future[None] = Future()
+        give = partial(self._give, found.handle, take, later)
+        threading.Timer(0.01 * ("slow" in self.vices), give).start()
+        return later
 
-    def _give(self, offer: Offer, take: Take) -> None:
-        with suppress(FetchCancelled):
-            for payload in self._payloads(offer):
-                take(payload)
-
-    def _payloads(self, offer: Offer) -> Iterator[Sealed]:
+    def _give(self, offer: Offer, take: Take, later: Future[None]) -> None:
         if "another key" in self.vices:
-            others = [o for kept in self.kept.values() for o in kept]
-            others = [o for o in others if not offer.data.startswith(o.data)]
-            offer = self.draw.choice(others or [offer])
+            every = [o for kept in self.kept.values() for o in kept]
+            others = [o for o in every if not offer.data.startswith(o.data)]
+            offer = self.draw.choice(others or every)
         for payload in self.kept[offer.data][offer]:
             if "damaged" in self.vices:
                 name = next(n for n in payload if n[0].isdigit())
                 payload = {**payload, name: payload[name] + 1}
             if "loses" not in self.vices or self.draw.random() < 0.5:
-                yield payload
+                with suppress(FetchCancelled):
+                    take(payload)
+        later.set_result(None)

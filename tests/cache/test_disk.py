@@ -26,6 +26,7 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.tiers.disk import files, writer
 from rewarm.values import Boundary
 from tests import zoo
+from tests.cache.lanes import handed_over
 from tests.conftest import SOAK
 from tests.generate.test_explain_cache import evict
 from tests.support import (
@@ -34,7 +35,6 @@ from tests.support import (
     cold,
     disk_of,
     divergence,
-    handed_over,
     joined,
     prompt,
     run,

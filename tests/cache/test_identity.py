@@ -360,7 +360,7 @@ def test_a_change_of_the_model_object_is_noticed(change: str) -> None:
         layers[0], layers[1] = layers[1], layers[0]
     else:
         layers[0].mlp.__class__ = type("Other", (type(layers[0].mlp),), {})
-    assert cache.acquire(tokens).match.shared == 0
+    assert cache.acquire(tokens).cost.match.shared == 0
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from rewarm.cache import Lease, PrefixCache
 from rewarm.values import Boundary, Match
 from tests import zoo
+from tests.cache.lanes import handed_over
 from tests.conftest import SOAK
 from tests.support import (
     Logits,
@@ -35,7 +36,6 @@ from tests.support import (
     disk_of,
     divergence,
     finish,
-    handed_over,
     held_bytes,
     joined,
     prompt,

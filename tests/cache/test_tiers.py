@@ -170,8 +170,7 @@ class Gate(HostileTier):
 
         def give() -> None:
             assert self.opened.wait(60)
-            self._give(found.handle, take)
-            later.set_result(None)
+            self._give(found.handle, take, later)
 
         threading.Thread(target=give).start()
         return later
@@ -196,7 +195,7 @@ def test_while_something_is_fetched_everything_else_goes_on() -> None:
         other = prompt(60, 9)
         assert run(model, cache, other, decode=4).match.resume == 0
         assert cache.match(other).resume == 59
-        assert cache.acquire(asked, fetch=False).match.resume == 0
+        assert cache.acquire(asked, fetch=False).cost.match.resume == 0
         assert cache.stats().tokens > 60
         gate.opened.set()
         assert fetch.future.result(60)

@@ -55,8 +55,8 @@ class Found:
     """The kind of the checkpoint at `resume`; None leaves it to the label of the payload."""
     hint: float = 1.0
     shared: int = 0
-    """The tokens of the prompt that the tier knows, where these are more than `resume`. This and what
-    follows serve for saying why not more was reused; a tier that cannot tell leaves them out."""
+    """The tokens of the prompt that the tier knows, where these are more than `resume`. This and
+    what follows serve for saying why not more was reused; a tier may leave them out."""
     junction: int = 0
     reason: Reason | None = None
     parting: Parting | None = None

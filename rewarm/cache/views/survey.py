@@ -236,7 +236,7 @@ class Surveyor:
             places.append(_Branching(row, end, further, below))
 
     def _alone(self, places: list[_Branching], upto: int) -> None:
-        """Note what one tree goes on with alone: the way of most nodes, so next to nothing is called
+        """Note what one tree goes on with alone: most nodes pass here, so next to nothing is called
         for each."""
         place, keys, cells = places[-1], self.keys, self.cells
         is_lower = not place.memory

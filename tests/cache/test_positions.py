@@ -19,7 +19,7 @@ from mlx_lm.models.hunyuan import DynamicNTKAlphaRoPE
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE, SuScaledRoPE, initialize_rope
 
 from rewarm import PrefixCache, Session
-from rewarm.cache import positions, prefix
+from rewarm.cache import core, positions
 from rewarm.cache.identity import Description
 from rewarm.cache.positions import FAR, Limit, limit_of
 from tests import zoo
@@ -247,7 +247,7 @@ def test_exact_reuses_whole_chunks_beyond_the_limit_too(name: str) -> None:
 
 def test_without_a_limit_the_answers_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the comparison of `fast` sees rows that were scaled otherwise."""
-    monkeypatch.setattr(prefix, "limit_of", lambda model: Limit())
+    monkeypatch.setattr(core, "limit_of", lambda model: Limit())
     model = rescaled("internlm2")
     cache = PrefixCache(model, memory="64MB", chunk=CHUNK)
     apart = []

@@ -18,7 +18,7 @@ from rewarm.engine.decode.batch import Step
 from rewarm.engine.decode.sampling import checked
 from rewarm.engine.request import Request, Silent
 from rewarm.engine.runner import Runner
-from rewarm.engine.runner import Sequence as Runnable
+from rewarm.engine.running import Running
 from rewarm.errors import InvalidOption, InvalidPrompt
 from rewarm.prompt.parse.answer import Answer
 from rewarm.prompt.render.renderer import ChatRenderer, Prompt
@@ -231,9 +231,9 @@ class _Run:
         reply = self._reply(sequence.generated, finish, report, chosen)
         yield Event(rest.text, rest.reasoning, reply=reply)
 
-    def _sequence(self) -> Runnable:
+    def _sequence(self) -> Running:
         request = self.request
-        return Runnable(
+        return Running(
             id=0,
             prompt=request.tokens,
             request=request,
@@ -242,7 +242,7 @@ class _Run:
             max_tokens=request.max_tokens,
         )
 
-    def _prefill(self, sequence: Runnable) -> bool:
+    def _prefill(self, sequence: Running) -> bool:
         """Everything but the last token; whether that was done."""
         self._on_stream(self.runner.start, sequence)
         self._progress(sequence)
@@ -266,7 +266,7 @@ class _Run:
         with mx.stream(cast(mx.Stream, generation_stream)):
             return do(*args, **options)
 
-    def _progress(self, sequence: Runnable) -> None:
+    def _progress(self, sequence: Running) -> None:
         if self.on_prefill is not None:
             self.on_prefill(sequence.position, len(sequence.prompt))
 

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
 from rewarm import PrefixCache
-from rewarm.engine.engine import Engine, Loaded
+from rewarm.engine import Engine, Loaded
 from rewarm.engine.request import Request
 from rewarm.options import EngineOptions, ServerOptions
 from rewarm.server.serve import Server, serve

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,24 +12,13 @@ import mlx.core as mx
 import numpy as np
 
 from rewarm.accel.launch import is_cuda
-from rewarm.cache import Lease, PrefixCache
+from rewarm.cache import PrefixCache
 from rewarm.device import device_bytes
-from rewarm.values import (
-    Alternative,
-    Boundary,
-    Cost,
-    Cut,
-    Finish,
-    Kind,
-    Match,
-    Miss,
-    Sampled,
-    Tokens,
-)
+from rewarm.values import Alternative, Cut, Kind, Sampled
 
 from .decode.batch import MOST_PADDING, Batch, Costs, Start, Step, wastes_little
 from .decode.sampling import make_processors, make_sampler
-from .request import Request
+from .running import Running
 
 log = logging.getLogger("rewarm.engine")
 
@@ -47,76 +35,6 @@ computes the logits of all of them."""
 
 MOST_ROOM = 4096
 """Tokens of an answer that a restored cache has room for; a longer one grows by copying."""
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One answer to a request, or a prompt that is warmed ahead, and where it stands."""
-
-    id: int
-    prompt: Tokens
-    request: Request | None = None
-    choice: int = 0
-    boundaries: tuple[Boundary, ...] = ()
-    marks: tuple[int, ...] = ()
-    salt: str | None = None
-    max_tokens: int = 0
-    generated: list[int] = field(default_factory=list)
-    lease: Lease | None = None
-    admitted: bool = False
-    isolated: bool = False
-    """Its batch failed once: it decodes alone from then on, so that a second failure is its own."""
-    ended: Finish | None = None
-    submitted: float = field(default_factory=time.perf_counter)
-    started: float | None = None
-    first_token: float | None = None
-    match: Match | None = None
-    resumed_at: Kind | None = None
-    match_ms: float = 0.0
-    restore_ms: float = 0.0
-    restored_bytes: int = 0
-    miss: Miss | None = None
-
-    @property
-    def warm(self) -> bool:
-        return self.request is None
-
-    @property
-    def tokens(self) -> Tokens:
-        """The prompt, and what was generated after it."""
-        if not self.generated:
-            return self.prompt
-        return np.concatenate([self.prompt, np.asarray(self.generated, np.int32)])
-
-    @property
-    def position(self) -> int:
-        """Prompt tokens that are in its caches."""
-        return self.lease.position if self.lease is not None else 0
-
-    def give(self, token: int) -> None:
-        """A token that was generated."""
-        if self.first_token is None:
-            self.first_token = time.perf_counter()
-        self.generated.append(token)
-
-    def report(self) -> Cost:
-        now = time.perf_counter()
-        started = self.started or now
-        match = self.match or Match(len(self.prompt))
-        computed = match.tokens if self.admitted else max(self.position, match.resume)
-        ran_ms = ((self.first_token or now) - started) * 1e3
-        return Cost(
-            match=match,
-            resumed_at=self.resumed_at,
-            prefilled=computed - match.resume,
-            queued_ms=(started - self.submitted) * 1e3,
-            match_ms=self.match_ms,
-            restore_ms=self.restore_ms,
-            prefill_ms=max(ran_ms - self.match_ms - self.restore_ms, 0.0),
-            ttft_ms=((self.first_token or now) - self.submitted) * 1e3,
-            restored_bytes=self.restored_bytes,
-            miss=self.miss,
-        )
 
 
 class Failed(NamedTuple):
@@ -172,7 +90,7 @@ class Runner:
         padded = MOST_PADDING if self.batched else 1.0
         return self.costs.fixed + int(self.costs.row * tokens * padded)
 
-    def start(self, sequence: Sequence) -> None:
+    def start(self, sequence: Running) -> None:
         """Match and restore."""
         sequence.started = sequence.started or time.perf_counter()
         lease = self.cache.acquire(
@@ -184,23 +102,18 @@ class Runner:
             warm=sequence.warm,
             hint=sequence.request.hint if sequence.request is not None else 1.0,
         )
-        sequence.lease = lease
-        if sequence.match is None:
-            cost = lease.cost
-            sequence.match, sequence.resumed_at = cost.match, cost.resumed_at
-            sequence.match_ms, sequence.restore_ms = cost.match_ms, cost.restore_ms
-            sequence.restored_bytes, sequence.miss = cost.restored_bytes, cost.miss
+        sequence.start(lease)
 
-    def next_piece(self, sequence: Sequence, awaited: Iterable[int] = ()) -> int:
+    def next_piece(self, sequence: Running, awaited: Iterable[int] = ()) -> int:
         """How many tokens come next. `awaited` are positions that other requests wait for."""
-        lease = _leased(sequence)
+        lease = sequence.leased
         for position in awaited:
             self.cache.mark(lease, position)
         return next((c.stop - lease.position for c in lease.cuts if c.stop > lease.position), 0)
 
-    def prefill(self, sequence: Sequence) -> bool:
+    def prefill(self, sequence: Running) -> bool:
         """One chunk; whether all but the last token is computed now."""
-        lease = _leased(sequence)
+        lease = sequence.leased
         cut = next((c for c in lease.cuts if c.stop > lease.position), None)
         if cut is not None:
             stop = cut.stop + self._takes_last_token(sequence, cut)
@@ -224,13 +137,13 @@ class Runner:
             self._computed(chunk.size)
         return lease.position >= len(lease.tokens) - 1
 
-    def _takes_last_token(self, sequence: Sequence, cut: Cut) -> bool:
+    def _takes_last_token(self, sequence: Running, cut: Cut) -> bool:
         """Whether a piece goes through the prompt's last token, instead of a pass of its own.
 
         Only where rows are all there is: else the same prompt again could not go on before it. And
         not beyond the cache's limit: a piece that ends there is cut where every other run cuts it.
         """
-        lease, layout = _leased(sequence), self.cache.layout
+        lease, layout = sequence.leased, self.cache.layout
         only_rows = layout.has_rows and not layout.has_state and not layout.has_window
         return (
             cut.stop == len(lease.tokens) - 1
@@ -241,11 +154,9 @@ class Runner:
             and not sequence.warm
         )
 
-    def open(self, sequence: Sequence) -> Step:
+    def open(self, sequence: Running) -> Step:
         """Its first step, alone: what is wrong with it shows here."""
-        lease, request = _leased(sequence), sequence.request
-        if request is None:
-            raise TypeError("warm-ahead does not decode")
+        lease, request = sequence.leased, sequence.requested
         batch = Batch(
             self.model,
             Start(
@@ -317,7 +228,7 @@ class Runner:
         for batches in self._batches:
             batches[:] = [b for b in batches if gone.isdisjoint(b.ids)]
 
-    def leave(self, sequences: Collection[Sequence], *, keep: bool = True) -> None:
+    def leave(self, sequences: Collection[Running], *, keep: bool = True) -> None:
         """Out of their batches and leases, with all that was computed stored (or not)."""
         for sequence in sequences:
             if keep:
@@ -331,17 +242,17 @@ class Runner:
                 batch.remove(gone)
             batches[:] = [b for b in batches if len(b)]
 
-    def window_is_full(self, sequence: Sequence) -> bool:
+    def window_is_full(self, sequence: Running) -> bool:
         """Whether the next step overwrites a row that was not stored yet."""
         window = self.cache.layout.shortest_window
         return bool(window) and len(sequence.generated) % max(window - 1, 1) == 0
 
-    def store_answer(self, sequence: Sequence, checkpoint: Kind | None = None) -> None:
+    def store_answer(self, sequence: Running, checkpoint: Kind | None = None) -> None:
         """What was decoded so far."""
         batch = self._batch_of(sequence)
         if batch is None or self.cache.reuse == "exact":
             return
-        lease = _leased(sequence)
+        lease = sequence.leased
         done = len(lease.tokens) - len(sequence.prompt)
         computed = len(sequence.generated) - batch.is_ahead(sequence.id)
         lease.extend(sequence.generated[done:computed])
@@ -353,7 +264,7 @@ class Runner:
             log.exception("an answer could not be stored; it will be computed again")
         lease.caches = []
 
-    def _store_all(self, sequence: Sequence) -> None:
+    def _store_all(self, sequence: Running) -> None:
         lease = sequence.lease
         if lease is None:
             return
@@ -364,7 +275,7 @@ class Runner:
             # The prefill ends here, too early: without a checkpoint, recurrent layers lose it all.
             self.cache.commit(lease, lease.position, checkpoint="end")
 
-    def _batch_of(self, sequence: Sequence) -> Batch | None:
+    def _batch_of(self, sequence: Running) -> Batch | None:
         return next((b for b in chain(*self._batches) if sequence.id in b.ids), None)
 
     @property
@@ -380,9 +291,3 @@ def alternatives(logprobs: mx.array, token: int, count: int) -> Sampled:
     return Sampled(
         token, float(row[token]), tuple(Alternative(int(i), float(row[i])) for i in best)
     )
-
-
-def _leased(sequence: Sequence) -> Lease:
-    if sequence.lease is None:
-        raise RuntimeError(f"sequence {sequence.id} has no lease")
-    return sequence.lease

@@ -15,7 +15,7 @@ from rewarm.cache import Stats
 from rewarm.cache.find import MEMORY
 from rewarm.cache.tiers.base import TierStats
 from rewarm.cache.tiers.disk.tier import DiskTier
-from rewarm.engine.engine import Engine, EngineStats
+from rewarm.engine import Engine, EngineStats
 from rewarm.errors import CacheClosed, NotReady
 from rewarm.values import Cost, Reason
 

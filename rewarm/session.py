@@ -19,6 +19,7 @@ from rewarm.engine.decode.sampling import checked
 from rewarm.engine.request import Request, Silent
 from rewarm.engine.runner import Runner
 from rewarm.engine.running import Running
+from rewarm.engine.scheduler import Job
 from rewarm.errors import InvalidOption, InvalidPrompt
 from rewarm.prompt.parse.answer import Answer
 from rewarm.prompt.render.renderer import ChatRenderer, Prompt
@@ -217,7 +218,8 @@ class _Run:
                         yield Event(piece.text, piece.reasoning, step.token, logprob)
                         if last or self.cancel.is_set():
                             break
-                        if runner.window_is_full(sequence):
+                        window = runner.cache.layout.shortest_window
+                        if window and len(sequence.generated) % max(window - 1, 1) == 0:
                             self._on_stream(runner.store_answer, sequence)
                         sound = False
             finally:
@@ -244,14 +246,16 @@ class _Run:
 
     def _prefill(self, sequence: Running) -> bool:
         """Everything but the last token; whether that was done."""
-        self._on_stream(self.runner.start, sequence)
+        one_pass = self._on_stream(self.runner.start, sequence)
         self._progress(sequence)
+        stop, cuts = len(sequence.prompt) - 1, sequence.leased.cuts
+        job = Job(sequence.id, b"", stop, cuts=cuts, one_pass=one_pass)
         while not self.cancel.is_set():
-            before = sequence.position
-            done = self._on_stream(self.runner.prefill, sequence)
-            if sequence.position > before:
+            piece = job.piece(sequence.position)
+            self._on_stream(self.runner.prefill, sequence, piece)
+            if piece.size:
                 self._progress(sequence)
-            if done:
+            if piece.last:
                 return not self.cancel.is_set()
         return False
 

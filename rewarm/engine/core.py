@@ -115,7 +115,8 @@ class Core:
         cache.attach(owned=owned)
         rehearse(runner)
         room = self.options.room or auto_size()
-        return Loop(runner, Scheduler(self.options.max_batch, room))
+        window = cache.layout.shortest_window
+        return Loop(runner, Scheduler(self.options.max_batch, room, cache.chunk, window))
 
     # From any thread.
 

@@ -30,12 +30,9 @@ from .messages import (
 )
 from .runner import Runner, alternatives
 from .running import Running
-from .scheduler import Job, Scheduler
+from .scheduler import Job, Piece, Preparation, Scheduler
 
 log = logging.getLogger("rewarm.engine")
-
-MOST_WARM = 64
-"""Warm-ahead that waits; beyond it the oldest is forgotten."""
 
 
 T = TypeVar("T")
@@ -153,11 +150,9 @@ class Loop:
         except Exception as error:
             self.fail(running, error)
             return
-        if running.warm:
-            if match.resume >= len(tokens) - 1:
-                del self.running[running.id]
-                return
-            self._forget_old_warm_ahead()
+        if running.warm and match.resume >= len(tokens) - 1:
+            del self.running[running.id]
+            return
         self.scheduler.add(
             Job(
                 id=running.id,
@@ -175,28 +170,24 @@ class Loop:
         for running in again:
             if running.request is None or running.request.id in self._open:
                 self._add(running)
+        while (first := self.scheduler.preparation()) is not None:
+            self._prepare(first)
         plan = self.scheduler.plan()
         self._admit(plan.admit)
+        for each in plan.store:
+            self.runner.store_answer(self.running[each])
+            self.scheduler.stored(each)
         if plan.decode:
             self._decode()
-        if plan.pause is not None:
-            self._pause(plan.pause)
-        # Short prompts, and short pieces between two checkpoints, share the time of one chunk.
-        left = self.runner.cache.chunk
-        chosen = plan.prefill
-        while chosen in self.running:
-            took = self._prefill(self.running[chosen], left)
-            if not took:
-                break
-            left -= took
-            chosen = self.scheduler.plan().prefill
+        for piece in plan.prefill:
+            self._prefill(piece)
         self._publish()
 
     def restart(self, error: BaseException, *, keep: bool) -> None:
         """Begin anew with nothing, after a turn that failed as a whole. Whoever can start over
         does so in the next turn; the rest has failed, everything where not `keep`."""
         self.runner = self.runner.renewed()
-        self.scheduler = Scheduler(self.scheduler.max_batch, self.scheduler.room)
+        self.scheduler = self.scheduler.renewed()
         self.stats = replace(self.stats, restarts=self.stats.restarts + 1)
         all_running, self.running = [*self.running.values(), *self._again], {}
         for running in all_running:
@@ -226,20 +217,39 @@ class Loop:
             restarts=self.stats.restarts,
         )
 
+    def _prepare(self, first: Preparation) -> None:
+        running = self.running[first.id]
+        try:
+            match first.what:
+                case "forget":
+                    self._leave([running], "cancelled")
+                case "pause":
+                    self._pause(running)
+                case "start":
+                    one_pass = self.runner.start(running)
+                    lease = running.leased
+                    self.scheduler.started(running.id, lease.position, lease.cuts, one_pass)
+                    self._progress(running)
+                case "mark":
+                    marks = self.scheduler.jobs[running.id].marks
+                    self.scheduler.marked(running.id, self.runner.mark(running, marks))
+        except Exception as error:
+            self.fail(running, error)
+
     def _admit(self, ids: Iterable[int]) -> None:
         for each in ids:
-            sequence = self.running.get(each)
-            if sequence is None:
+            running = self.running.get(each)
+            if running is None:
                 continue  # another answer to its request failed
             try:
-                first = self.runner.open(sequence)
-                self.scheduler.moved(each, len(sequence.tokens) - 1, "decoding")
-                finish = self._give(sequence, first.token, first.logprobs)
+                first = self.runner.open(running)
+                self.scheduler.admitted(each)
+                finish = self._give(running, first.token, first.logprobs)
             except Exception as error:
-                self.fail(sequence, error)
+                self.fail(running, error)
                 continue
             if finish is not None:
-                self._leave([sequence], finish)
+                self._leave([running], finish)
         for failed in self.runner.join():
             self._start_over(*failed)
 
@@ -249,91 +259,81 @@ class Loop:
             self._start_over(*failed)
         ended: dict[Finish, list[Running]] = {"stop": [], "length": []}
         for step in decoded.steps:
-            sequence = self.running.get(step.id)
-            if sequence is None:
+            running = self.running.get(step.id)
+            if running is None:
                 continue  # another answer to its request failed
             finish = None
             try:
                 if not step.given:
-                    finish = self._give(sequence, step.token, step.logprobs)
+                    finish = self._give(running, step.token, step.logprobs)
             except Exception as error:
-                self.fail(sequence, error)
+                self.fail(running, error)
                 continue
             if finish is not None:
-                ended[finish].append(sequence)
-            elif self.runner.window_is_full(sequence):
-                self.runner.store_answer(sequence)
+                ended[finish].append(running)
+            else:
+                self.scheduler.decoded(running.id)
         for reason, sequences in ended.items():
             self._leave(sequences, reason)
 
-    def _give(self, sequence: Running, token: int, logprobs: mx.array) -> Finish | None:
+    def _give(self, running: Running, token: int, logprobs: mx.array) -> Finish | None:
         """Hand a token to whoever asked for it; says whether the answer ends with it."""
-        request = sequence.requested
-        sequence.give(token)
+        request = running.requested
+        running.give(token)
         if request.top_logprobs is None:
             sampled = Sampled(token)
         else:
             sampled = alternatives(logprobs, token, request.top_logprobs)
-        if request.sink.token(sequence.choice, sampled) or token in request.end_tokens:
+        if request.sink.token(running.choice, sampled) or token in request.end_tokens:
             return "stop"
-        return "length" if len(sequence.generated) >= sequence.max_tokens else None
+        return "length" if len(running.generated) >= running.max_tokens else None
 
-    def _prefill(self, sequence: Running, most: int) -> int:
-        """One piece of a prompt, if it has at most so many tokens; how much of that it took."""
-        runner = self.runner
+    def _prefill(self, piece: Piece) -> None:
+        running = self.running.get(piece.id)
+        if running is None:
+            return  # another answer to its request failed
         try:
-            if sequence.lease is None:
-                runner.start(sequence)
-                self._moved(sequence)
-            awaited = self.scheduler.jobs[sequence.id].marks
-            size = runner.next_piece(sequence, awaited)
-            if size > most:
-                return 0
-            done = runner.prefill(sequence)
-            self._moved(sequence)
+            self.runner.prefill(running, piece)
+            self.scheduler.computed(piece)
+            self._progress(running)
         except Exception as error:
-            self.fail(sequence, error)
-            return most
-        full = sequence.lease is not None and sequence.lease.stopped_storing
-        if sequence.warm and (done or full):  # what cannot be stored is not worth computing
-            self._leave([sequence], "stop")
-        elif done:
-            self.scheduler.moved(sequence.id, len(sequence.tokens) - 1, "ready")
-        return max(size, 1)
+            self.fail(running, error)
+            return
+        # What cannot be stored is not worth computing ahead.
+        if running.warm and (piece.last or running.leased.stopped_storing):
+            self._leave([running], "stop")
 
-    def _moved(self, sequence: Running) -> None:
-        position = sequence.position
-        self.scheduler.moved(sequence.id, position, "prefilling")
-        if sequence.request is not None and not sequence.generated and sequence.choice == 0:
-            sequence.request.sink.prefilled(position, len(sequence.prompt))
+    def _progress(self, running: Running) -> None:
+        """Tell how far a prompt is."""
+        if running.request is not None and not running.generated and running.choice == 0:
+            running.request.sink.prefilled(running.position, len(running.prompt))
 
-    def _pause(self, warm: int) -> None:
+    def _pause(self, running: Running) -> None:
         """A request goes first. What was warmed stays, and the rest is begun again later."""
-        sequence = self.running[warm]
-        self.runner.leave([sequence])
-        job = self.scheduler.jobs[warm]
-        self.scheduler.back(warm, job.data, job.stop, job.position)
+        self.runner.leave([running])
+        job = self.scheduler.jobs[running.id]
+        self.scheduler.back(job.id, job.data, job.stop, job.position)
 
     def _leave(self, sequences: Collection[Running], reason: Finish) -> None:
         """These are done: store, forget, and tell."""
         sequences = [s for s in sequences if s.id in self.running]
         reports = [s.report() for s in sequences]
-        for sequence in sequences:
-            sequence.ended = reason  # whatever fails from here on
+        for running in sequences:
+            running.ended = reason  # whatever fails from here on
         self.runner.leave(sequences)
-        for sequence, report in zip(sequences, reports, strict=True):
-            self.running.pop(sequence.id, None)
-            self.scheduler.remove(sequence.id)
-            self._end(sequence, report)
+        for running, report in zip(sequences, reports, strict=True):
+            self.running.pop(running.id, None)
+            self.scheduler.remove(running.id)
+            self._end(running, report)
 
-    def _end(self, sequence: Running, report: Cost) -> None:
-        request, reason = sequence.request, sequence.ended
+    def _end(self, running: Running, report: Cost) -> None:
+        request, reason = running.request, running.ended
         if request is None or request.id not in self._open:
             return
-        _tell(request.sink.ended, sequence.choice, reason)
+        _tell(request.sink.ended, running.choice, reason)
         still = self._open[request.id]
         still.remaining -= 1
-        if sequence.choice == 0 or still.report is None:
+        if running.choice == 0 or still.report is None:
             still.report = report
         if not still.remaining:
             del self._open[request.id]
@@ -344,41 +344,36 @@ class Loop:
         """A batch failed. Its sequences go back to what the tree holds of them and decode alone
         from there: whoever caused it fails alone then, and the others lose nothing."""
         for each in ids:
-            sequence = self.running.get(each)
-            if sequence is None:
+            running = self.running.get(each)
+            if running is None:
                 continue
-            if sequence.isolated:
-                self.fail(sequence, error)
+            if running.isolated:
+                self.fail(running, error)
                 continue
-            log.warning("a batch failed (%s); %s starts over", error, sequence)
-            sequence.isolated = True
-            self.runner.leave([sequence], keep=False)
-            tokens = sequence.tokens
+            log.warning("a batch failed (%s); %s starts over", error, running)
+            running.isolated = True
+            self.runner.leave([running], keep=False)
+            tokens = running.tokens
             self.scheduler.back(each, encode(tokens), len(tokens) - 1, 0)
         # Its frames refer to the list that it is in, and would keep the batch alive.
         error.__traceback__ = None
 
-    def fail(self, sequence: Running, error: BaseException) -> None:
+    def fail(self, running: Running, error: BaseException) -> None:
         """An error belongs to its request, and ends all of it."""
-        log.error("%s failed", sequence, exc_info=error)
-        request = sequence.request
+        log.error("%s failed", running, exc_info=error)
+        request = running.request
         mates = [s for s in self.running.values() if request and s.request is request]
-        for each in mates or [sequence]:
+        for each in mates or [running]:
             self._drop(each)
         if request is not None and self._open.pop(request.id, None) is not None:
             fault = EngineFault(f"the model failed on this request: {type(error).__name__}")
             _tell(request.sink.failed, fault)
 
-    def _drop(self, sequence: Running) -> None:
+    def _drop(self, running: Running) -> None:
         """Forget a sequence, and store nothing more of it."""
-        self.runner.leave([sequence], keep=False)
-        self.running.pop(sequence.id, None)
-        self.scheduler.remove(sequence.id)
-
-    def _forget_old_warm_ahead(self) -> None:
-        waiting = [s for s in self.running.values() if s.warm]
-        if len(waiting) >= MOST_WARM:
-            self._leave(waiting[:1], "cancelled")
+        self.runner.leave([running], keep=False)
+        self.running.pop(running.id, None)
+        self.scheduler.remove(running.id)
 
 
 def _tell(call: Callable[..., None], *details: Any) -> None:

@@ -12,6 +12,7 @@ from rewarm.values import Sampling
 from .request import Request, Silent
 from .runner import Runner
 from .running import Running
+from .scheduler import Job
 
 REHEARSED, REHEARSED_ON_CPU = 403, 139
 """Tokens of the longest prompt. On a CPU they cost time at every start, and longer ones compile
@@ -45,9 +46,10 @@ def rehearse(runner: Runner) -> None:
         request = Request(tokens[:length], Silent(), MOST_REHEARSED, sampling)
         sequence = Running(length, request.tokens, request, max_tokens=request.max_tokens)
         running[sequence.id] = sequence
-        alone.start(sequence)
-        while not alone.prefill(sequence):
-            pass
+        one_pass = alone.start(sequence)
+        job = Job(length, b"", length - 1, cuts=sequence.leased.cuts, one_pass=one_pass)
+        while (piece := job.piece(sequence.position)).size:
+            alone.prefill(sequence, piece)
         sequence.give(alone.open(sequence).token)
         failed = alone.join()
         for _ in range(2):

@@ -19,6 +19,7 @@ from rewarm.values import Alternative, Cut, Kind, Sampled
 from .decode.batch import MOST_PADDING, Batch, Costs, Start, Step, wastes_little
 from .decode.sampling import make_processors, make_sampler
 from .running import Running
+from .scheduler import Piece
 
 log = logging.getLogger("rewarm.engine")
 
@@ -72,7 +73,7 @@ class Runner:
         self._alone: list[Batch] = []
         """Of one sequence each: of models that cannot share, and after a failure."""
         self._opened: list[Batch] = []
-        """Of one sequence each, about to be shared."""
+        """Of one running each, about to be shared."""
         self.prefilled_tokens = 0
         self.warm_tokens = 0
         self._one_pass = CUDA_ONE_PASS if is_cuda() else ONE_PASS
@@ -86,96 +87,83 @@ class Runner:
         return new
 
     def bytes_for(self, tokens: int) -> int:
-        """What a sequence of this length takes while it runs; in a batch, with its padding."""
+        """What a running of this length takes while it runs; in a batch, with its padding."""
         padded = MOST_PADDING if self.batched else 1.0
         return self.costs.fixed + int(self.costs.row * tokens * padded)
 
-    def start(self, sequence: Running) -> None:
-        """Match and restore."""
-        sequence.started = sequence.started or time.perf_counter()
+    def start(self, running: Running) -> int:
+        """Match and restore. Returns the size that its last piece must stay below to go through the
+        prompt's last token, instead of a pass of its own."""
+        running.started = running.started or time.perf_counter()
         lease = self.cache.acquire(
-            sequence.tokens,
-            salt=sequence.salt,
-            boundaries=sequence.boundaries,
-            marks=sequence.marks,
-            headroom=min(sequence.max_tokens - len(sequence.generated), MOST_ROOM),
-            warm=sequence.warm,
-            hint=sequence.request.hint if sequence.request is not None else 1.0,
+            running.tokens,
+            salt=running.salt,
+            boundaries=running.boundaries,
+            marks=running.marks,
+            headroom=min(running.max_tokens - len(running.generated), MOST_ROOM),
+            warm=running.warm,
+            hint=running.request.hint if running.request is not None else 1.0,
         )
-        sequence.start(lease)
-
-    def next_piece(self, sequence: Running, awaited: Iterable[int] = ()) -> int:
-        """How many tokens come next. `awaited` are positions that other requests wait for."""
-        lease = sequence.leased
-        for position in awaited:
-            self.cache.mark(lease, position)
-        return next((c.stop - lease.position for c in lease.cuts if c.stop > lease.position), 0)
-
-    def prefill(self, sequence: Running) -> bool:
-        """One chunk; whether all but the last token is computed now."""
-        lease = sequence.leased
-        cut = next((c for c in lease.cuts if c.stop > lease.position), None)
-        if cut is not None:
-            stop = cut.stop + self._takes_last_token(sequence, cut)
-            chunk = mx.array(lease.tokens[lease.position : stop])
-            try:
-                logits = self.model(chunk[None], cache=lease.caches)
-                if stop > cut.stop:
-                    lease.logits = mx.contiguous(logits[:, -1:])  # not a view of all of them
-                    mx.eval(lease.logits)
-                mx.eval([c.state for c in lease.caches])
-            except BaseException:
-                lease.caches = []  # some layers have gone on, others not: nobody may store that
-                raise
-            if sequence.warm:
-                self.warm_tokens += chunk.size
-            else:
-                # A token that was generated before a new start is none of the prompt's.
-                generated = sequence.admitted and stop > cut.stop
-                self.prefilled_tokens += chunk.size - generated
-            self.cache.commit(lease, stop, checkpoint=cut.checkpoint)
-            self._computed(chunk.size)
-        return lease.position >= len(lease.tokens) - 1
-
-    def _takes_last_token(self, sequence: Running, cut: Cut) -> bool:
-        """Whether a piece goes through the prompt's last token, instead of a pass of its own.
-
-        Only where rows are all there is: else the same prompt again could not go on before it. And
-        not beyond the cache's limit: a piece that ends there is cut where every other run cuts it.
-        """
-        lease, layout = sequence.leased, self.cache.layout
+        running.start(lease)
+        layout = self.cache.layout
+        # Where rows are all there is: else the same prompt again could not go on before it. And not
+        # beyond the cache's limit: a piece that ends there is cut where every other run cuts it.
         only_rows = layout.has_rows and not layout.has_state and not layout.has_window
-        return (
-            cut.stop == len(lease.tokens) - 1
-            and cut.stop - lease.position < self._one_pass
-            and only_rows
-            and len(lease.tokens) <= self.cache.limit
-            and self.cache.reuse == "fast"
-            and not sequence.warm
-        )
+        fast = self.cache.reuse == "fast" and len(lease.tokens) <= self.cache.limit
+        return self._one_pass if only_rows and fast and not running.warm else 0
 
-    def open(self, sequence: Running) -> Step:
+    def mark(self, running: Running, positions: Iterable[int]) -> list[Cut]:
+        """Divide a prompt where others wait for it. Returns its cuts."""
+        for position in sorted(positions):
+            self.cache.mark(running.leased, position)
+        return running.leased.cuts
+
+    def prefill(self, running: Running, piece: Piece) -> None:
+        """Compute a piece of a prompt, and store it."""
+        lease = running.leased
+        if not piece.size:
+            return
+        chunk = mx.array(lease.tokens[piece.start : piece.stop])
+        try:
+            logits = self.model(chunk[None], cache=lease.caches)
+            if piece.stop == len(lease.tokens):
+                lease.logits = mx.contiguous(logits[:, -1:])  # not a view of all of them
+                mx.eval(lease.logits)
+            mx.eval([c.state for c in lease.caches])
+        except BaseException:
+            lease.caches = []  # some layers have gone on, others not: nobody may store that
+            raise
+        if running.warm:
+            self.warm_tokens += chunk.size
+        else:
+            # A token that was generated before a new start is none of the prompt's.
+            generated = running.admitted and lease.logits is not None
+            self.prefilled_tokens += chunk.size - generated
+        self.cache.commit(lease, piece.stop, checkpoint=piece.checkpoint)
+        self._computed(chunk.size)
+
+    def open(self, running: Running) -> Step:
         """Its first step, alone: what is wrong with it shows here."""
-        lease, request = sequence.leased, sequence.requested
+        lease, request = running.leased, running.requested
         batch = Batch(
             self.model,
             Start(
-                id=sequence.id,
+                id=running.id,
                 caches=lease.caches,
                 tokens=lease.tokens,
                 sampler=make_sampler(
-                    request.sampling, sequence.choice, len(sequence.generated), self.vocabulary
+                    request.sampling, running.choice, len(running.generated), self.vocabulary
                 ),
                 processors=make_processors(request),
                 logits=lease.logits,
             ),
         )
-        if not sequence.admitted:
-            sequence.admitted = True
+        if not running.admitted:
+            running.admitted = True
             self.prefilled_tokens += lease.logits is None
         # The batch has them now; held here too, they would be kept after it merged them.
         lease.caches, lease.logits = [], None
-        shares = self.batched and not sequence.isolated
+        shares = self.batched and not running.isolated
         (self._opened if shares else self._alone).append(batch)
         return batch.first()
 
@@ -230,53 +218,48 @@ class Runner:
 
     def leave(self, sequences: Collection[Running], *, keep: bool = True) -> None:
         """Out of their batches and leases, with all that was computed stored (or not)."""
-        for sequence in sequences:
+        for running in sequences:
             if keep:
-                self._store_all(sequence)
-            if sequence.lease is not None:
-                sequence.lease.release()
-                sequence.lease = None
+                self._store_all(running)
+            if running.lease is not None:
+                running.lease.release()
+                running.lease = None
         gone = {s.id for s in sequences}
         for batches in self._batches:
             for batch in batches:
                 batch.remove(gone)
             batches[:] = [b for b in batches if len(b)]
 
-    def window_is_full(self, sequence: Running) -> bool:
-        """Whether the next step overwrites a row that was not stored yet."""
-        window = self.cache.layout.shortest_window
-        return bool(window) and len(sequence.generated) % max(window - 1, 1) == 0
-
-    def store_answer(self, sequence: Running, checkpoint: Kind | None = None) -> None:
+    def store_answer(self, running: Running, checkpoint: Kind | None = None) -> None:
         """What was decoded so far."""
-        batch = self._batch_of(sequence)
+        batch = self._batch_of(running)
         if batch is None or self.cache.reuse == "exact":
             return
-        lease = sequence.leased
-        done = len(lease.tokens) - len(sequence.prompt)
-        computed = len(sequence.generated) - batch.is_ahead(sequence.id)
-        lease.extend(sequence.generated[done:computed])
+        lease = running.leased
+        done = len(lease.tokens) - len(running.prompt)
+        computed = len(running.generated) - batch.is_ahead(running.id)
+        lease.extend(running.generated[done:computed])
         try:
-            lease.caches = batch.caches(sequence.id)
+            lease.caches = batch.caches(running.id)
             self.cache.commit(lease, len(lease.tokens), origin="decode", checkpoint=checkpoint)
         except Exception:
             lease.stopped_storing = True
             log.exception("an answer could not be stored; it will be computed again")
         lease.caches = []
 
-    def _store_all(self, sequence: Running) -> None:
-        lease = sequence.lease
+    def _store_all(self, running: Running) -> None:
+        lease = running.lease
         if lease is None:
             return
-        if self._batch_of(sequence) is not None:
-            if sequence.generated:
-                self.store_answer(sequence, "answer")
-        elif lease.position > lease.cost.match.resume and lease.caches:
+        if self._batch_of(running) is not None:
+            if running.generated:
+                self.store_answer(running, "answer")
+        elif lease.position > lease.match.resume and lease.caches:
             # The prefill ends here, too early: without a checkpoint, recurrent layers lose it all.
             self.cache.commit(lease, lease.position, checkpoint="end")
 
-    def _batch_of(self, sequence: Running) -> Batch | None:
-        return next((b for b in chain(*self._batches) if sequence.id in b.ids), None)
+    def _batch_of(self, running: Running) -> Batch | None:
+        return next((b for b in chain(*self._batches) if running.id in b.ids), None)
 
     @property
     def _batches(self) -> tuple[list[Batch], ...]:

@@ -21,6 +21,7 @@ from rewarm.engine.decode.sampling import make_processors, make_sampler
 from rewarm.engine.loop import Loop
 from rewarm.engine.runner import Runner
 from rewarm.engine.running import Running
+from rewarm.engine.scheduler import Piece
 from rewarm.errors import (
     ContextExceeded,
     EngineFault,
@@ -154,7 +155,7 @@ def test_logits_that_wait_for_a_place_in_the_batch_are_those_of_one_token() -> N
     sequence = Running(0, request.tokens, request, max_tokens=4)
     ready.start(sequence)
     before = mx.get_active_memory()
-    assert ready.prefill(sequence)
+    ready.prefill(sequence, Piece(0, 0, 20, None, True))
     assert sequence.lease is not None
     assert sequence.lease.logits is not None
     rows = sum(c.nbytes for c in sequence.lease.caches) + cache.stats().held

@@ -246,6 +246,9 @@ class _Run:
 
     def _prefill(self, sequence: Running) -> bool:
         """Everything but the last token; whether that was done."""
+        cache = self.runner.cache
+        sequence.fetch = cache.fetch(sequence.prompt, self.salt, sequence.boundaries)
+        sequence.fetch.future.result()
         one_pass = self._on_stream(self.runner.start, sequence)
         self._progress(sequence)
         stop, cuts = len(sequence.prompt) - 1, sequence.leased.cuts

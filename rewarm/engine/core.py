@@ -78,10 +78,12 @@ class Core:
         options: EngineOptions | None = None,
         *,
         owned: bool = False,
+        follows: bool = False,
         rehearse: Callable[[Runner], None] = lambda runner: None,
     ) -> None:
-        """`owned`: nobody else has the model, or changes it. `rehearse` is called with a runner
-        before memory is measured. Where `max_batch` is 1, no batch is tried out."""
+        """`owned`: nobody else has the model, or changes it. `follows`: it is turned by `follow`
+        alone, and posts no message by itself. `rehearse` is called with a runner before memory is
+        measured. Where `max_batch` is 1, no batch is tried out."""
         self.options = options or EngineOptions()
         self.model, self.tokenizer, self.cache = loaded
         self.on_turn: Callable[[Sequence[Message]], None] = lambda messages: None
@@ -89,6 +91,7 @@ class Core:
         after the other, these make another core of the same model do the same."""
         self._inbox = Inbox()
         self._stopping = False
+        self._follows = follows
         with _stream():
             self._loop = self._made(owned, rehearse)
 
@@ -116,7 +119,8 @@ class Core:
         rehearse(runner)
         room = self.options.room or auto_size()
         window = cache.layout.shortest_window
-        return Loop(runner, Scheduler(self.options.max_batch, room, cache.chunk, window))
+        scheduler = Scheduler(self.options.max_batch, room, cache.chunk, window)
+        return Loop(runner, scheduler, self._announce)
 
     # From any thread.
 
@@ -149,7 +153,8 @@ class Core:
                     f"{self.options.max_queue}: try again soon",
                     retry_after=max(1, math.ceil(waiting / 16)),
                 )
-            self.post(Submit(request, time.perf_counter()))
+            pace = self._loop.runner.pace if self.cache.disk is not None else None
+            self.post(Submit(request, time.perf_counter(), pace))
 
     def cancel(self, request: Request) -> None:
         """Stop a request within one chunk or one step. What was computed is kept."""
@@ -238,7 +243,10 @@ class Core:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until there is work or the core is to stop; False where it took too long."""
-        return self._inbox.wait(lambda: self._loop.has_work or self._stopping, timeout)
+        loop = self._loop
+        return self._inbox.wait(
+            lambda: loop.has_work or (self._stopping and not loop.has_requests), timeout
+        )
 
     def turn(self) -> None:
         """Take what was posted, and bring everything that runs one step on."""
@@ -275,6 +283,11 @@ class Core:
             evaluate(self.model)  # what is left lazy could never be evaluated elsewhere
         for message in left:
             refuse(message, NotReady("the server was stopped"))
+
+    def _announce(self, message: Message, at: float | None = None) -> None:
+        """Post what the engine tells itself: the end of a fetch, or of the wait for it."""
+        if not self._follows:
+            self._inbox.post(message, at=at)
 
     def _path(self, tokens: Tokens, boundaries: Sequence[Boundary], salt: str | None) -> Path:
         return Path(checked_tokens(tokens, self._vocabulary), tuple(boundaries), salt)

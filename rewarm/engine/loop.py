@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
+from rewarm.cache.tiers.fetch import Fetch
 from rewarm.cache.tree import encode
 from rewarm.errors import EngineFault
 from rewarm.values import Cost, Finish, Sampled
@@ -21,6 +23,9 @@ from .messages import (
     Clear,
     Close,
     Explain,
+    Fetched,
+    FetchLate,
+    FetchMoved,
     FindMatch,
     MarkIdle,
     Message,
@@ -34,6 +39,9 @@ from .scheduler import Job, Piece, Preparation, Scheduler
 
 log = logging.getLogger("rewarm.engine")
 
+
+TELL_EVERY = 0.25
+"""Seconds between two times that a client is told how far a fetch is."""
 
 T = TypeVar("T")
 
@@ -67,10 +75,16 @@ class _Open:
     """Of the first choice: the others resume where it got to."""
 
 
+class Post(Protocol):
+    def __call__(self, message: Message, at: float | None = None, /) -> None:
+        """Leave a message; `at`: by `time.monotonic`, when it becomes due."""
+
+
 class Loop:
     """What waits and what runs, and the turns that bring it on. All on the engine's thread."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler, post: Post) -> None:
+        """`post` leaves a message for a later turn, from any thread."""
         self.runner = runner
         self.scheduler = scheduler
         self.running: dict[int, Running] = {}
@@ -80,6 +94,11 @@ class Loop:
         self._numbers = itertools.count(1)
         self._again: list[Running] = []
         """Those that start over after a turn that failed."""
+        self._post = post
+        self._late: dict[int, Fetch] = {}
+        """Fetches that nobody waits for any more, by the sequence that did."""
+        self._busy = False
+        """The last turn did something, so another one may."""
 
     @property
     def has_requests(self) -> bool:
@@ -87,7 +106,7 @@ class Loop:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self._again)
+        return self._busy or bool(self._again)
 
     def take(self, message: Message) -> None:
         """Note what somebody wants."""
@@ -106,6 +125,16 @@ class Loop:
                 self._leave(mates, "cancelled")
             case Close():
                 self._leave(list(self.running.values()), "cancelled")
+                for fetch in self._late.values():
+                    fetch.cancel()
+            case Fetched(number, came):
+                self._take_in(number, came)
+            case FetchLate(number):
+                self._compute_instead(number)
+            case FetchMoved(number):
+                if self._is_fetching(number):
+                    self._progress(self.running[number])
+                    self._post(message, time.monotonic() + TELL_EVERY)
             case MarkIdle(path):
                 _try(lambda: cache.mark_idle(path.tokens, path.salt, path.boundaries))
             case FindMatch(path):
@@ -137,6 +166,8 @@ class Loop:
                 salt=request.salt,
                 max_tokens=request.max_tokens,
                 submitted=message.at,
+                # The other answers find what the first one's prompt left in memory.
+                pace=message.pace if choice == 0 else None,
             )
             if request.id in self._open:  # none of its answers has failed
                 self._add(running)
@@ -146,7 +177,7 @@ class Loop:
         self.running[running.id] = running
         tokens = running.tokens
         try:
-            match = self.runner.cache.match(tokens, running.salt, running.boundaries)
+            match = self.runner.cache.match(tokens, running.salt, running.boundaries, tiers=False)
         except Exception as error:
             self.fail(running, error)
             return
@@ -162,6 +193,7 @@ class Loop:
                 salt=running.salt,
                 nbytes=self.runner.bytes_for(len(running.prompt) + running.max_tokens),
                 warm=running.warm,
+                fetch=running.pace is not None and match.resume < len(tokens) - 1,
             )
         )
 
@@ -170,9 +202,12 @@ class Loop:
         for running in again:
             if running.request is None or running.request.id in self._open:
                 self._add(running)
+        self._busy = bool(again)
         while (first := self.scheduler.preparation()) is not None:
+            self._busy = True
             self._prepare(first)
         plan = self.scheduler.plan()
+        self._busy |= bool(plan)
         self._admit(plan.admit)
         for each in plan.store:
             self.runner.store_answer(self.running[each])
@@ -208,7 +243,7 @@ class Loop:
         jobs = self.scheduler.jobs.values()
         stages = [j.stage for j in jobs if not j.warm]
         self.stats = EngineStats(
-            waiting=stages.count("waiting") + len(self._again),
+            waiting=stages.count("waiting") + stages.count("fetching") + len(self._again),
             prefilling=stages.count("prefilling") + stages.count("ready"),
             decoding=stages.count("decoding"),
             warm_waiting=len(jobs) - len(stages),
@@ -225,6 +260,8 @@ class Loop:
                     self._leave([running], "cancelled")
                 case "pause":
                     self._pause(running)
+                case "fetch":
+                    self._fetch(running)
                 case "start":
                     one_pass = self.runner.start(running)
                     lease = running.leased
@@ -308,6 +345,54 @@ class Loop:
         if running.request is not None and not running.generated and running.choice == 0:
             running.request.sink.prefilled(running.position, len(running.prompt))
 
+    def _fetch(self, running: Running) -> None:
+        """Ask lower tiers for a prompt, as long as that may be faster than computing it."""
+        number, pace = running.id, running.pace or 0.0
+        job = self.scheduler.jobs[number]
+
+        def late_after(tokens: int) -> None:
+            self._post(FetchLate(number), time.monotonic() + tokens * pace)
+
+        def worth(tokens: int, nbytes: int) -> bool:
+            late_after(tokens)  # now it is known how many they are
+            return True
+
+        running.pace = None  # once is enough
+        fetch = self.runner.cache.fetch(
+            running.tokens, running.salt, running.boundaries, worth=worth
+        )
+        running.fetch = fetch
+        self.scheduler.fetching(number)
+        self._progress(running)
+        late_after(job.stop - job.known)
+        self._post(FetchMoved(number), time.monotonic() + TELL_EVERY)
+        fetch.on_done(lambda done: self._post(Fetched(number, done.future.result())))
+
+    def _is_fetching(self, number: int) -> bool:
+        job = self.scheduler.jobs.get(number)
+        return job is not None and job.stage == "fetching"
+
+    def _take_in(self, number: int, came: bool) -> None:
+        """A fetch is over."""
+        late = self._late.pop(number, None)
+        if late is not None:
+            if came:
+                _try(lambda: self.runner.cache.take_in(late))
+        elif self._is_fetching(number):
+            running = self.running[number]
+            fetch = running.fetch
+            known = fetch.tokens if came and fetch is not None and fetch.future.result() else 0
+            if not known:
+                running.stop_fetching()
+            self.scheduler.fetched(number, known)
+
+    def _compute_instead(self, number: int) -> None:
+        if self._is_fetching(number):
+            running = self.running[number]
+            if running.fetch is not None:
+                self._late[number], running.fetch = running.fetch, None
+            self.scheduler.fetched(number)
+
     def _pause(self, running: Running) -> None:
         """A request goes first. What was warmed stays, and the rest is begun again later."""
         self.runner.leave([running])
@@ -384,7 +469,7 @@ def _tell(call: Callable[..., None], *details: Any) -> None:
         log.exception("a request's sink failed")
 
 
-def _try(do: Callable[[], None]) -> None:
+def _try(do: Callable[[], object]) -> None:
     """A hint that cannot be taken costs nobody anything."""
     try:
         do()

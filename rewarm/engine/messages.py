@@ -24,6 +24,9 @@ class Submit:
     request: Request
     at: float
     """When it was posted, by `time.perf_counter`."""
+    pace: float | None = None
+    """The seconds that a prompt token takes to compute, as far as was known then; None where there
+    is no tier below memory that could give it instead."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,30 @@ class Resize:
 
 
 @dataclass(frozen=True)
+class Fetched:
+    """Lower tiers have answered for a prompt."""
+
+    sequence: int
+    came: bool
+    """They gave something. Where not, the prompt is computed."""
+
+
+@dataclass(frozen=True)
+class FetchLate:
+    """Compute a prompt that is still being fetched: that is the faster way now. What comes later is
+    kept for later requests."""
+
+    sequence: int
+
+
+@dataclass(frozen=True)
+class FetchMoved:
+    """Tell how far a prompt is that is being fetched."""
+
+    sequence: int
+
+
+@dataclass(frozen=True)
 class Close:
     """End everything that runs. What was computed is kept."""
 
@@ -98,7 +125,7 @@ class Close:
 Question = FindMatch | Explain | Clear | Resize
 """The messages that have an answer."""
 
-Message = Submit | Cancel | Warm | MarkIdle | Question | Close
+Message = Submit | Cancel | Warm | MarkIdle | Question | Fetched | FetchLate | FetchMoved | Close
 
 
 def refuse(message: Any, error: BaseException) -> None:

@@ -34,6 +34,13 @@ ONE_PASS, CUDA_ONE_PASS = 32, 256
 """Tokens of a prompt's last piece with its last token: a pass less for whoever waits, but the model
 computes the logits of all of them."""
 
+PACE = 0.01
+"""The seconds that a prompt token is taken to need before any was computed."""
+LEAST_TIMED = 64
+"""Tokens of a piece whose time says something about others."""
+NEWEST = 0.3
+"""The share of the newest piece in the pace."""
+
 MOST_ROOM = 4096
 """Tokens of an answer that a restored cache has room for; a longer one grows by copying."""
 
@@ -76,6 +83,8 @@ class Runner:
         """Of one running each, about to be shared."""
         self.prefilled_tokens = 0
         self.warm_tokens = 0
+        self.pace = PACE
+        """The seconds that a prompt token takes to compute, of late."""
         self._one_pass = CUDA_ONE_PASS if is_cuda() else ONE_PASS
         self._since_clearing = 0
         self._kept = CUDA_KEEPS * device_bytes() if is_cuda() else 0
@@ -84,6 +93,7 @@ class Runner:
         """Another one in its place, with nothing running."""
         new = Runner(self.model, self.cache, self.vocabulary, self.costs, self.batched)
         new.prefilled_tokens, new.warm_tokens = self.prefilled_tokens, self.warm_tokens
+        new.pace = self.pace
         return new
 
     def bytes_for(self, tokens: int) -> int:
@@ -103,6 +113,7 @@ class Runner:
             headroom=min(running.max_tokens - len(running.generated), MOST_ROOM),
             warm=running.warm,
             hint=running.request.hint if running.request is not None else 1.0,
+            fetch=running.fetch or False,
         )
         running.start(lease)
         layout = self.cache.layout
@@ -123,6 +134,7 @@ class Runner:
         lease = running.leased
         if not piece.size:
             return
+        began = time.perf_counter()
         chunk = mx.array(lease.tokens[piece.start : piece.stop])
         try:
             logits = self.model(chunk[None], cache=lease.caches)
@@ -133,6 +145,9 @@ class Runner:
         except BaseException:
             lease.caches = []  # some layers have gone on, others not: nobody may store that
             raise
+        if chunk.size >= LEAST_TIMED:
+            pace = (time.perf_counter() - began) / chunk.size
+            self.pace += (pace - self.pace) * NEWEST if self.prefilled_tokens else pace - self.pace
         if running.warm:
             self.warm_tokens += chunk.size
         else:
@@ -219,6 +234,7 @@ class Runner:
     def leave(self, sequences: Collection[Running], *, keep: bool = True) -> None:
         """Out of their batches and leases, with all that was computed stored (or not)."""
         for running in sequences:
+            running.stop_fetching()
             if keep:
                 self._store_all(running)
             if running.lease is not None:
@@ -254,7 +270,7 @@ class Runner:
         if self._batch_of(running) is not None:
             if running.generated:
                 self.store_answer(running, "answer")
-        elif lease.position > lease.match.resume and lease.caches:
+        elif lease.position > lease.cost.match.resume and lease.caches:
             # The prefill ends here, too early: without a checkpoint, recurrent layers lose it all.
             self.cache.commit(lease, lease.position, checkpoint="end")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rewarm.cache import Lease
+from rewarm.cache.tiers.fetch import Fetch
 from rewarm.values import Boundary, Cost, Finish, Match, Tokens
 
 from .request import Request
@@ -27,6 +28,10 @@ class Running:
     max_tokens: int = 0
     submitted: float = field(default_factory=time.perf_counter)
     generated: list[int] = field(default_factory=list)
+    pace: float | None = None
+    """The seconds that a prompt token takes to compute; None where nothing is fetched instead."""
+    fetch: Fetch | None = None
+    """What is on its way from lower tiers."""
     lease: Lease | None = None
     admitted: bool = False
     isolated: bool = False
@@ -50,8 +55,13 @@ class Running:
 
     @property
     def position(self) -> int:
-        """Prompt tokens that are in its caches."""
-        return self.lease.position if self.lease is not None else 0
+        """Prompt tokens that are in its caches, or have been fetched for them."""
+        if self.lease is not None:
+            return self.lease.position
+        if self.fetch is None or not self.fetch.progress.total:
+            return 0
+        progress = self.fetch.progress
+        return self.fetch.tokens * progress.done // progress.total
 
     @property
     def leased(self) -> Lease:
@@ -67,8 +77,13 @@ class Running:
 
     def start(self, lease: Lease) -> None:
         """Go on from what the cache gave."""
-        self.lease = lease
+        self.lease, self.fetch = lease, None
         self.cost = self.cost or lease.cost
+
+    def stop_fetching(self) -> None:
+        if self.fetch is not None:
+            self.fetch.cancel()
+            self.fetch = None
 
     def give(self, token: int) -> None:
         """Add a token that was generated."""
@@ -82,7 +97,8 @@ class Running:
         started = self.started or now
         cost = self.cost or Cost(Match(len(self.prompt)))
         match = cost.match
-        computed = match.tokens if self.admitted else max(self.position, match.resume)
+        position = self.lease.position if self.lease is not None else 0
+        computed = match.tokens if self.admitted else max(position, match.resume)
         ran_ms = ((self.first_token or now) - started) * 1e3
         return replace(
             cost,

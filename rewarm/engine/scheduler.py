@@ -29,7 +29,13 @@ MOST_WARM = 64
 OVER = -1
 """The position of a job whose prompt will be done."""
 
-Stage = Literal["waiting", "prefilling", "ready", "decoding"]
+MOST_FETCHING = 4
+"""Prompts that are fetched at once, with those that are fetched and have not started."""
+
+Stage = Literal["waiting", "fetching", "prefilling", "ready", "decoding"]
+
+UNDECIDED: tuple[Stage, ...] = ("waiting", "fetching", "prefilling")
+"""The stages in which a job's prompt is not computed yet."""
 
 
 @dataclass(eq=False)
@@ -48,6 +54,10 @@ class Job:
     """What it will take to run, reserved when its prefill starts."""
     warm: bool = False
     """Warm-ahead: run when there is nothing else."""
+    fetch: bool = False
+    """Lower tiers are asked before it starts."""
+    fetched: bool = False
+    """It holds what was fetched for it."""
     stage: Stage = "waiting"
     position: int = 0
     cuts: Sequence[Cut] = ()
@@ -68,7 +78,11 @@ class Job:
 
     @property
     def at(self) -> int:
-        return self.position if self.stage != "waiting" else self.known
+        return self.position if self.has_started else self.known
+
+    @property
+    def has_started(self) -> bool:
+        return self.stage not in ("waiting", "fetching")
 
     def piece(self, start: int) -> Piece:
         """The next piece of its prompt."""
@@ -101,11 +115,12 @@ class Preparation(NamedTuple):
 
     - forget: end warm-ahead that is too old
     - pause: let a request go before warm-ahead, which begins again later; what it did is stored
+    - fetch: ask lower tiers for a prompt, which waits for the answer while others go on
     - start: match a prompt and restore what is known of it
     - mark: divide a prompt where others wait for it
     """
 
-    what: Literal["forget", "pause", "start", "mark"]
+    what: Literal["forget", "pause", "fetch", "start", "mark"]
     id: int
 
 
@@ -176,10 +191,22 @@ class Scheduler:
                 job.known = max(job.known, min(job.until, gone.at))
                 self._follow(job)
 
+    def fetching(self, job_id: int) -> None:
+        """Lower tiers are asked for a job's prompt."""
+        job = self.jobs[job_id]
+        job.stage, job.fetch = "fetching", False
+
+    def fetched(self, job_id: int, known: int = 0) -> None:
+        """A job waits no longer for lower tiers: they gave it `known` tokens, or nothing."""
+        job = self.jobs[job_id]
+        job.stage, job.fetch, job.fetched = "waiting", False, bool(known)
+        job.known = max(job.known, known)
+        self._follow(job)
+
     def started(self, job_id: int, position: int, cuts: Sequence[Cut], one_pass: int = 0) -> None:
         """A job's prefill begins, at what was known of it."""
         job = self.jobs[job_id]
-        job.cuts, job.one_pass = cuts, one_pass
+        job.cuts, job.one_pass, job.fetched = cuts, one_pass, False
         self._at(job, position, "prefilling")
 
     def marked(self, job_id: int, cuts: Sequence[Cut]) -> None:
@@ -210,7 +237,7 @@ class Scheduler:
         """A job that ran has to start over, with what it generated as part of its prompt."""
         job = self.jobs[job_id]
         job.data, job.stop, job.known = data, stop, known
-        job.stage, job.position = "waiting", 0
+        job.stage, job.position, job.fetch = "waiting", 0, False
 
     def preparation(self) -> Preparation | None:
         """The next thing to do before `plan`; None once there is none left."""
@@ -223,6 +250,12 @@ class Scheduler:
         for job in self.jobs.values():
             if job.stage == "prefilling" and job.marks:
                 return Preparation("mark", job.id)
+        if sum(j.stage == "fetching" or j.fetched for j in self.jobs.values()) < MOST_FETCHING:
+            # Only what is about to start: it holds memory from then on.
+            soon = [j for j in self._by_urgency({}) if not j.has_started][:MOST_FETCHING]
+            below = next((j for j in soon if j.fetch and self._may_start(j)), None)
+            if below is not None:
+                return Preparation("fetch", below.id)
         _, waits = self._pieces()
         return Preparation("start", waits.id) if waits is not None else None
 
@@ -270,8 +303,20 @@ class Scheduler:
         )
 
     def _next_request(self, at: Mapping[int, int]) -> Job | None:
-        """Shortest remaining first, with ageing; a leader counts for those who wait for it. `at`:
-        how far jobs will be by then, `OVER` where nothing is left to prefill."""
+        """The request that computes next. `at`: how far jobs will be by then, `OVER` where nothing
+        is left to prefill."""
+        runnable = self._by_urgency(at)
+        for job in runnable:
+            if job.stage == "prefilling" or (not job.fetch and self._may_start(job)):
+                return job
+            if not self._may_start(job):
+                # Nobody new goes before it, or it might never find the room it needs.
+                return next((j for j in runnable if j.stage == "prefilling"), None)
+        return None
+
+    def _by_urgency(self, at: Mapping[int, int]) -> list[Job]:
+        """Requests that wait for no other: shortest remaining first, with ageing; a leader counts
+        for those who wait for it."""
         urgency: dict[int, float] = {}
         queue = [
             j
@@ -287,15 +332,8 @@ class Scheduler:
             if leader is not None:
                 via = urgency[job.id] + job.until - at.get(leader.id, leader.at)
                 urgency[leader.id] = min(via, urgency.get(leader.id, via))
-        runnable = sorted((j for j in queue if j.leader is None), key=lambda j: urgency[j.id])
-        for job in runnable:
-            if job.stage == "prefilling":
-                return job
-            if self._may_start(job):
-                return job
-            # Nobody new goes before it, or it might never find the room it needs.
-            return next((j for j in runnable if j.stage == "prefilling"), None)
-        return None
+        free = (j for j in queue if j.leader is None)
+        return sorted(free, key=lambda j: urgency[j.id])
 
     def _at(self, job: Job, position: int, stage: Stage) -> None:
         """A job stands at `position` now: whoever waited for that goes on."""
@@ -308,7 +346,7 @@ class Scheduler:
 
     def _may_start(self, job: Job) -> bool:
         """Whether there is room to run one more. Alone, anything may try."""
-        running = [j for j in self.jobs.values() if j.stage != "waiting" and not j.warm]
+        running = [j for j in self.jobs.values() if j.has_started and not j.warm]
         if not running:
             return True
         undecided = sum(j.stage != "decoding" for j in running)
@@ -323,7 +361,7 @@ class Scheduler:
         best = job.known + WORTH_WAITING
         for other_id, shared in job.agrees.items():
             other = self.jobs.get(other_id)
-            if other is None or other.stage not in ("waiting", "prefilling"):
+            if other is None or other.stage not in UNDECIDED:
                 continue
             if shared >= best and other.at < shared:
                 best = shared + 1
@@ -333,5 +371,5 @@ class Scheduler:
 
     def _ahead_of(self, job: Job) -> Iterator[Job]:
         for other in self.jobs.values():
-            if other.salt == job.salt and other.stage in ("waiting", "prefilling"):
+            if other.salt == job.salt and other.stage in UNDECIDED:
                 yield other

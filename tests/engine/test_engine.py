@@ -463,11 +463,11 @@ def test_a_request_that_cannot_be_taken_in_fails_alone_and_whole(
         match = server.cache.match
         fuse = ["not yet"] * 3
 
-        def fail(*details: Any) -> Any:
+        def fail(*details: Any, **options: Any) -> Any:
             if fuse:
                 fuse.pop()
                 raise RuntimeError("injected")
-            return match(*details)
+            return match(*details, **options)
 
         monkeypatch.setattr(server.cache, "match", fail)
         bad = [ask(server, prompt(20, seed=i), n=2) for i in range(3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ class Session:
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             logit_bias=logit_bias or {},
-            seed=seed,
+            seed=secrets.randbits(63) if seed is None else seed,
         )
         vocabulary = self.cache.vocabulary
         checked(sampling, vocabulary)

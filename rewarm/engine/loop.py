@@ -366,7 +366,7 @@ class Loop:
         self._progress(running)
         late_after(job.stop - job.known)
         self._post(FetchMoved(number), time.monotonic() + TELL_EVERY)
-        fetch.on_done(lambda done: self._post(Fetched(number, done.future.result())))
+        fetch.on_done(lambda f: self._post(Fetched(number, f.future.result() and f.tokens > 0)))
 
     def _is_fetching(self, number: int) -> bool:
         job = self.scheduler.jobs.get(number)

@@ -153,7 +153,7 @@ class Core:
                     f"{self.options.max_queue}: try again soon",
                     retry_after=max(1, math.ceil(waiting / 16)),
                 )
-            pace = self._loop.runner.pace if self.cache.disk is not None else None
+            pace = self._loop.runner.pace if self.cache.tiers else None
             self.post(Submit(request, time.perf_counter(), pace))
 
     def cancel(self, request: Request) -> None:

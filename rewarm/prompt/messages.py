@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from rewarm.errors import InvalidPrompt
 from rewarm.values import Message
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names that clients and templates have for an answer's thinking; the first set one counts."""
+
+Call = dict[str, Any]
+"""A tool call in OpenAI's shape."""
+
+
+class Part(NamedTuple):
+    """A stretch of an answer, all of one kind. Every tool call is a part of its own."""
+
+    kind: Literal["thinking", "text", "call"]
+    text: str = ""
+    call: Call | None = None
+
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -24,6 +36,37 @@ def normalised(messages: Sequence[Any]) -> list[Message]:
     if not messages:
         raise InvalidPrompt("the chat is empty: it needs at least one message")
     return [_normalised(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def assistant_message(text: str, thinking: str = "", calls: Iterable[Call] = ()) -> Message:
+    """The canonical message of the assistant; arguments of calls may be their JSON."""
+    message: Message = {"role": "assistant", "content": text}
+    if thinking:
+        message |= dict.fromkeys(REASONING, thinking)
+    called = [
+        {
+            "id": call["id"],
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": _arguments(call["function"]["arguments"]),
+            },
+        }
+        for call in calls
+    ]
+    if called:
+        message["tool_calls"] = called
+    return message
+
+
+def tool_message(text: str, call_id: str | None, name: str | None = None) -> Message:
+    """The canonical message of a tool's result."""
+    message: Message = {"role": "tool", "content": text}
+    if call_id is not None:
+        message["tool_call_id"] = call_id
+    if name is not None:
+        message["name"] = name
+    return message
 
 
 def is_system(message: Message) -> bool:
@@ -99,7 +142,7 @@ def _arguments(given: Any) -> Any:
     return parsed if isinstance(parsed, dict) else given
 
 
-Dialect = Callable[[list[Message]], list[Message]]
+Rewording = Callable[[list[Message]], list[Message]]
 """Another way to say the same chat, for a template that refuses the first. It changes only what
 such a template refuses, so that the rest is rendered as it was in earlier turns."""
 
@@ -130,10 +173,10 @@ def _words_into_thinking(message: Message) -> Message:
     return {**message, **dict.fromkeys(REASONING, joined), "content": ""}
 
 
-def dialects(chat: list[Message]) -> list[list[Message]]:
+def rewordings(chat: list[Message]) -> list[list[Message]]:
     """The chat as it is, then other ways to say it, each only where it differs."""
     ways = [chat]
-    steps: tuple[Dialect, ...] = (words_into_thinking, system_for_developer, one_system)
+    steps: tuple[Rewording, ...] = (words_into_thinking, system_for_developer, one_system)
     for step in steps:
         other = step(ways[-1])
         if other != ways[-1]:

@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from rewarm.errors import InvalidPrompt
+from rewarm.prompt.chat import Chat
 from rewarm.prompt.render.renderer import ChatRenderer
-from rewarm.prompt.render.template import checked_options
 from rewarm.values import Message
 from tests import corpus
 from tests.chats import (
@@ -458,8 +458,8 @@ def test_a_refusal_carries_the_templates_own_words() -> None:
         renderer.render([user("a")], chat_template="{{ 1 }}")
     for name in ("chat_template", "every_turn", "marks", "tools", "tokenize"):
         with pytest.raises(InvalidPrompt, match=name):
-            checked_options({"enable_thinking": True, name: 1})
-    assert checked_options({"enable_thinking": True}) == {"enable_thinking": True}
+            Chat([user("a")], template={"enable_thinking": True, name: 1})
+    assert Chat([user("a")], template={"enable_thinking": True}).template
 
 
 def test_a_model_without_a_template_says_what_to_do() -> None:

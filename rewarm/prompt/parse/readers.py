@@ -5,23 +5,14 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
 from rewarm.values import Tokens
 
-Call = dict[str, Any]
-"""A tool call in OpenAI's shape."""
-
-
-class Part(NamedTuple):
-    """A stretch of an answer, all of one kind."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+from ..messages import Call, Part
 
 
 class Reader(Protocol):
@@ -36,7 +27,7 @@ class Plain:
     """Everything is text."""
 
     def feed(self, text: str) -> list[Part]:
-        return [Part(text)]
+        return [Part("text", text)]
 
     def finish(self) -> list[Part]:
         return []
@@ -83,9 +74,9 @@ class Parsed:
         if name == "tool":
             self._call += text
         elif name == "reasoning":
-            parts.append(Part(reasoning=self._thinking(text)))
+            parts.append(Part("thinking", self._thinking(text)))
         elif name == "normal":
-            parts.append(Part(self._without_newlines(text)))
+            parts.append(Part("text", self._without_newlines(text)))
         return parts  # other states are a format's own: the headers of messages
 
     def _thinking(self, text: str) -> str:
@@ -110,8 +101,8 @@ class Parsed:
             calls = [call_of(c) for c in (parsed if isinstance(parsed, list) else [parsed])]
         except Exception:  # a parser may stumble in any way over what a model writes
             start, stop = self._markers
-            return [Part(start + text + (stop if closed else ""))]
-        return [Part(calls=tuple(calls))]
+            return [Part("text", start + text + (stop if closed else ""))]
+        return [Part("call", call=call) for call in calls]
 
 
 class Harmony:
@@ -150,7 +141,7 @@ class Harmony:
         if self._was == "body":
             parts += self._end_body()
         elif self._first:
-            parts.append(Part(self._header))
+            parts.append(Part("text", self._header))
         self._header = ""
         self._first = False
         return parts
@@ -167,8 +158,7 @@ class Harmony:
             if self._recipient():
                 self._body += text
             else:
-                thinking = "analysis" in self._header
-                parts.append(Part(reasoning=text) if thinking else Part(text))
+                parts.append(Part("thinking" if "analysis" in self._header else "text", text))
         self._was = name
         return parts
 
@@ -183,9 +173,10 @@ class Harmony:
         if not name:
             return []
         try:
-            return [Part(calls=(call_of({"name": name, "arguments": json.loads(text)}),))]
+            call = call_of({"name": name, "arguments": json.loads(text)})
         except Exception:  # what a model writes need not be JSON
-            return [Part(text)]
+            return [Part("text", text)]
+        return [Part("call", call=call)]
 
     def _is_header(self) -> bool:
         header = self._header.lstrip()

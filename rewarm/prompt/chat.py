@@ -12,16 +12,7 @@ from rewarm.errors import InvalidPrompt
 from rewarm.options import TAKEN_BY_RENDERING
 from rewarm.values import Message
 
-from .messages import Part, assistant_message, normalised
-
-
-def message_of(parts: Sequence[Part]) -> Message:
-    """The canonical message that a delivered answer is in the next turn."""
-    return assistant_message(
-        "".join(part.text for part in parts if part.kind == "text"),
-        "".join(part.text for part in parts if part.kind == "thinking"),
-        [part.call for part in parts if part.call is not None],
-    )
+from .messages import Said, normalised
 
 
 @dataclass(frozen=True)
@@ -35,11 +26,11 @@ class Chat:
     """Options of the chat template. Raises InvalidPrompt for one that a request may not set."""
     continue_final: bool = False
     """The answer goes on with the last message, which is the assistant's."""
-    marks: tuple[int, ...] = ()
+    marked: tuple[int, ...] = ()
     """Messages whose ends shall be checkpoints; -1 is the end of system and tools."""
     must_call: bool = False
     """The answer has to call a tool."""
-    returned: Callable[[Sequence[Part]], Message] = message_of
+    returned: Callable[[Said], Message] = Said.message
     """The message that the client sends for a delivered answer in the next turn."""
 
     def __post_init__(self) -> None:

@@ -24,6 +24,28 @@ class Part(NamedTuple):
     call: Call | None = None
 
 
+class Said:
+    """Parts of an answer, and what they say by kind."""
+
+    parts: Sequence[Part]
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts if part.kind == "text")
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.parts if part.kind == "thinking")
+
+    @property
+    def calls(self) -> list[Call]:
+        return [part.call for part in self.parts if part.call is not None]
+
+    def message(self) -> Message:
+        """The canonical message of the assistant that says all of it."""
+        return assistant_message(self.text, self.reasoning, self.calls)
+
+
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 SYSTEM_ROLES = ("system", "developer")
@@ -43,17 +65,7 @@ def assistant_message(text: str, thinking: str = "", calls: Iterable[Call] = ())
     message: Message = {"role": "assistant", "content": text}
     if thinking:
         message |= dict.fromkeys(REASONING, thinking)
-    called = [
-        {
-            "id": call["id"],
-            "type": "function",
-            "function": {
-                "name": call["function"]["name"],
-                "arguments": _arguments(call["function"]["arguments"]),
-            },
-        }
-        for call in calls
-    ]
+    called = [_call(call) for call in calls]
     if called:
         message["tool_calls"] = called
     return message
@@ -124,9 +136,13 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidPrompt(f"{where}[{i}] needs a function with a name")
-        given = function.get("arguments")
-        clean.append({**call, "function": {**function, "arguments": _arguments(given)}})
+        clean.append(_call(call))
     return clean
+
+
+def _call(call: Mapping[str, Any]) -> Call:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
 
 
 def _arguments(given: Any) -> Any:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from rewarm.values import Message, Tokens
+from rewarm.values import Tokens
 
-from ..messages import Call, Part
+from ..messages import Part, Said
 from .readers import Plain, Reader, reader_of
 from .stops import Stops
 
 LOST = "\ufffd"
-"""What bytes that are no whole character are decoded to."""
+"""The character that stands for bytes which are no whole character."""
 
 SPELLINGS = (LOST, "ï¿½", "<0xEF><0xBF><0xBD>")
-"""That character itself, as vocabularies write it: its text, or its three bytes."""
+"""The spellings of that character in vocabularies: its text, or its three bytes."""
 
 TAIL = 8
 """Tokens at the end of a prompt among which a whole character is looked for."""
 
 
-class Piece(NamedTuple):
-    """What a token added. Text comes when it is certain: characters are whole, and what might
+@dataclass(frozen=True)
+class Piece(Said):
+    """The parts that a token added. Text comes when it is certain: characters are whole, what might
     begin a stop sequence or a marker is held back."""
 
     parts: Sequence[Part] = ()
@@ -32,24 +34,12 @@ class Piece(NamedTuple):
     stop: str | None = None
     """The stop sequence that ended the answer."""
 
-    @property
-    def text(self) -> str:
-        return _joined(self.parts, "text")
-
-    @property
-    def reasoning(self) -> str:
-        return _joined(self.parts, "thinking")
-
-    @property
-    def calls(self) -> list[Call]:
-        return [part.call for part in self.parts if part.call is not None]
-
 
 NOTHING = Piece()
 
 
-class Answer:
-    """What has been generated so far. A stop sequence is looked for in the content only."""
+class Answer(Said):
+    """The answer that was generated so far. Stop sequences are looked for in its content only."""
 
     def __init__(
         self,
@@ -67,7 +57,7 @@ class Answer:
         are left out."""
         prompt = np.asarray(prompt_tokens, dtype=np.int32)
         self.parts: list[Part] = []
-        """What was delivered, in its order; no two neighbours are text, or thinking."""
+        """The delivered parts in their order; no two neighbours are text, or thinking."""
         self.stopped_by: str | None = None
         self._reader: Reader = Plain() if raw else reader_of(tokenizer, prompt, tools)
         self._stops = Stops([stop] if isinstance(stop, str) else stop)
@@ -81,18 +71,6 @@ class Answer:
             for token in self._whole_tail(prompt):
                 self._segment(token)
 
-    @property
-    def text(self) -> str:
-        return _joined(self.parts, "text")
-
-    @property
-    def reasoning(self) -> str:
-        return _joined(self.parts, "thinking")
-
-    @property
-    def calls(self) -> list[Call]:
-        return [part.call for part in self.parts if part.call is not None]
-
     def add(self, token: int) -> Piece:
         """A token of the answer. One that ends it adds no text."""
         if self._finished or self.stopped_by is not None or token in self._ends:
@@ -100,22 +78,13 @@ class Answer:
         return self._take(self._reader.feed(self._segment(token)))
 
     def finish(self) -> Piece:
-        """What was held back, once the answer has ended in whatever way."""
+        """The parts that were held back, once the answer has ended in whatever way."""
         if self._finished or self.stopped_by is not None:
             self._finished = True
             return NOTHING
         self._finished = True
         parts = self._reader.feed(self._last_segment()) + self._reader.finish()
         return self._take(parts, last=True)
-
-    def message(self) -> Message:
-        """The assistant's message as it was delivered."""
-        message: Message = {"role": "assistant", "content": self.text}
-        if reasoning := self.reasoning:
-            message["reasoning_content"] = reasoning
-        if calls := self.calls:
-            message["tool_calls"] = [dict(call) for call in calls]
-        return message
 
     def _take(self, parts: list[Part], *, last: bool = False) -> Piece:
         text = thinking = ""
@@ -172,7 +141,7 @@ class Answer:
         return segment
 
     def _wrote_lost(self) -> bool:
-        """Whether the last character is LOST itself, and not the beginning of another."""
+        """The last character is LOST itself, and not the beginning of another."""
         try:
             # Its bytes may be three tokens.
             tokens = self._tokenizer.convert_ids_to_tokens(self._detokenizer.tokens[-3:])
@@ -196,7 +165,3 @@ class Answer:
             return str(self._tokenizer.decode(tokens))
         except Exception:  # tokens that the tokenizer does not know
             return ""
-
-
-def _joined(parts: Iterable[Part], kind: str) -> str:
-    return "".join(part.text for part in parts if part.kind == kind)

@@ -17,7 +17,7 @@ from ..messages import Call, Part
 
 class Reader(Protocol):
     def feed(self, text: str) -> list[Part]:
-        """What is certain after some more text, in order."""
+        """The parts that are certain after some more text, in order."""
 
     def finish(self) -> list[Part]:
         """The rest, after the last text."""
@@ -50,7 +50,7 @@ class Parsed:
         self._newlines = ""
         """At the end of the thinking so far."""
         self._between = initial == "reasoning"
-        """Whether nothing but newlines came since thinking began or ended."""
+        """Nothing but newlines came since thinking began or ended."""
 
     def feed(self, text: str) -> list[Part]:
         self._state, segments = TextStateMachine.split(self._state, text)
@@ -193,15 +193,15 @@ class Harmony:
 
 
 def reader_of(tokenizer: Any, prompt: Tokens, tools: list[Any] | None) -> Reader:
-    known = tokenizer.has_thinking or tokenizer.has_tool_calling or tokenizer.response_transitions
-    named = {} if known else _numbers(tokenizer, Harmony.MARKERS)
-    if len(named) == len(Harmony.MARKERS):
-        return Harmony(*_open_message(tokenizer, prompt, named))
+    if not (tokenizer.has_thinking or tokenizer.has_tool_calling or tokenizer.response_transitions):
+        named = _numbers(tokenizer, Harmony.MARKERS)
+        if len(named) == len(Harmony.MARKERS):
+            return Harmony(*_open_message(tokenizer, prompt, named))
     return Parsed(tokenizer, prompt, tools)
 
 
 def call_of(parsed: Any) -> Call:
-    """What a parser found, in OpenAI's shape."""
+    """A parsed call in OpenAI's shape."""
     if not isinstance(parsed["name"], str) or not parsed["name"]:
         raise ValueError("a call needs a name")
     arguments = parsed.get("arguments", {})
@@ -215,7 +215,7 @@ def call_of(parsed: Any) -> Call:
 
 
 def _initial_state(tokenizer: Any, prompt: Tokens) -> str:
-    """Whether the template has opened the thinking already."""
+    """The state that the template leaves the answer in: it may have opened the thinking."""
     found: str | None = tokenizer.response_initial_state
     if found:
         return found
@@ -227,7 +227,7 @@ def _initial_state(tokenizer: Any, prompt: Tokens) -> str:
 
 
 def _last(prompt: Tokens, wanted: tuple[int, ...]) -> int:
-    """Where a sequence occurs for the last time, or -1. mlx-lm's own search takes its time."""
+    """The last place of a sequence, or -1. mlx-lm's own search takes its time."""
     for at in reversed(np.flatnonzero(prompt == wanted[0]).tolist()):
         if tuple(prompt[at : at + len(wanted)].tolist()) == wanted:
             return int(at)
@@ -235,7 +235,7 @@ def _last(prompt: Tokens, wanted: tuple[int, ...]) -> int:
 
 
 def _numbers(tokenizer: Any, tokens: Iterable[str]) -> dict[str, int]:
-    """Those of the tokens that the vocabulary has. All of it is slow to ask for."""
+    """The numbers of the tokens that the vocabulary has. All of it is slow to ask for."""
     found = ((t, tokenizer.convert_tokens_to_ids(t)) for t in tokens)
     return {t: n for t, n in found if n is not None and n != tokenizer.unk_token_id}
 

@@ -1,4 +1,4 @@
-"""Where the messages of a rendered chat end, and which of these ends no further turn moves."""
+"""The ends of messages in a rendered chat, and the ends among them that no further turn moves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from rewarm.values import Boundary, Kind, Message
@@ -33,7 +34,7 @@ KEPT = 512
 
 @dataclass(frozen=True)
 class MessageEnd:
-    """Where a message's content ends, in tokens."""
+    """The end of a message's content, in tokens."""
 
     index: int
     role: str
@@ -61,7 +62,7 @@ class Rendered:
 
     @property
     def system(self) -> int:
-        """How many messages lead the chat that are the system's."""
+        """The number of messages that lead the chat and are the system's."""
         leading = (i for i, m in enumerate(self.chat) if not is_system(m))
         return next(leading, len(self.chat))
 
@@ -73,7 +74,7 @@ class Rendered:
 
 
 class Around(NamedTuple):
-    """Where a chat may go on in another way around its last question."""
+    """The places around the last question at which a chat may go on in another way."""
 
     turn: Common | None
     """Before it."""
@@ -93,7 +94,7 @@ class Finder:
         self._places = _Places()
 
     def view(self, rendered: Rendered) -> View:
-        """What a chat's probes are made on."""
+        """The part of a chat that probes are rendered on."""
         chat = rendered.chat
         kept = None if rendered.continued else shortened(chat, rendered.system, rendered.user)
         text = kept and self._template.attempt(kept.chat, rendered.context)
@@ -109,7 +110,7 @@ class Finder:
         )
 
     def message_begins(self, rendered: Rendered) -> dict[int, int]:
-        """Where the contents begin, in tokens, by message; by one more tagged render."""
+        """The beginnings of the contents, in tokens, by message; by one more tagged render."""
         tags = Tags(rendered.text)
         tagged = tags.begun(rendered.chat, continued=rendered.continued)
         return self._located(rendered, tags, tagged)
@@ -124,7 +125,7 @@ class Finder:
         return {i: position for i, position in located if position is not None}
 
     def generation(self, rendered: Rendered, view: View, ends: Ends) -> int:
-        """Where the generation prompt begins, or the answer that is continued."""
+        """The begin of the generation prompt, or of the answer that is continued."""
         chat = view.chat[:-1] if rendered.continued else view.chat
         without = chat and self._template.attempt(chat, rendered.context, generation=False)
         if without and without != view.text:
@@ -178,12 +179,12 @@ class Finder:
             # How the view ends says nothing of where the question is.
             view = _whole(rendered)
 
-        def probed() -> Around:
-            return _seen(rendered, view, lambda view: self._probed(rendered, view, every_turn))
+        def probed(view: View) -> Around:
+            return self._probed(rendered, view, every_turn)
 
         asked = rendered.chat[: rendered.user + 1]
         key = _digest(f"question {every_turn}", asked, rendered.context)
-        return self._places.of(key, rendered.text, probed)
+        return self._places.of(key, rendered.text, partial(_seen, rendered, view, probed))
 
     def _probed(self, rendered: Rendered, view: View, every_turn: bool) -> Around:
         context = rendered.context
@@ -219,7 +220,7 @@ class Finder:
         return renders
 
     def _position(self, rendered: Rendered, common: Common | None) -> int | None:
-        """How many tokens the prompt and the probes begin with alike."""
+        """The number of tokens that the prompt and the probes begin with alike."""
         if common is None:
             return None
         return self._edges.edge(rendered.encoded, common.at, common.tails)
@@ -263,7 +264,7 @@ def _whole(rendered: Rendered) -> View:
 
 
 def _seen(rendered: Rendered, view: View, find: Callable[[View], T]) -> T:
-    """What is found in a view, or else in the whole chat."""
+    """Find something in a view, or else in the whole chat."""
     try:
         return find(view)
     except Unseen:

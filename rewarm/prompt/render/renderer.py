@@ -31,7 +31,7 @@ class Prompt:
     marks: tuple[int, ...] = ()
     """Positions of explicit marks."""
     generation: int = 0
-    """Where the generation prompt begins, or the answer that is continued."""
+    """The begin of the generation prompt, or of the answer that is continued."""
     locate: Ends = tuple
 
     @property
@@ -54,19 +54,29 @@ class ChatRenderer:
 
     def render(
         self,
-        messages: Chat | Sequence[Message],
+        messages: Sequence[Message],
         tools: list[Any] | None = None,
         *,
         every_turn: bool = False,
         continue_final: bool = False,
-        marks: Iterable[int] = (),
+        marked: Iterable[int] = (),
         **template_options: Any,
     ) -> Prompt:
-        """The prompt of a chat, or of messages in any spelling with the options of one.
+        """The prompt of messages in any spelling, with the options of a chat."""
+        chat = chat_of(
+            messages,
+            tools,
+            template=template_options,
+            continue_final=continue_final,
+            marked=tuple(marked),
+        )
+        return self.prompt(chat, every_turn=every_turn)
+
+    def prompt(self, chat: Chat, *, every_turn: bool = False) -> Prompt:
+        """The prompt of a chat.
 
         `every_turn` gives the boundaries of all earlier turns too, which the grid of `exact` needs.
         """
-        chat = _chat(messages, tools, template_options, continue_final, tuple(marks))
         said = chat.messages
         continued = chat.continue_final and _is_begun(said)
         if chat.continue_final and not continued:
@@ -76,31 +86,23 @@ class ChatRenderer:
         except Refused as refused:
             raise InvalidPrompt(str(refused)) from refused
         encoded = self._encoder.encode(text)
-        return self._prompt(Rendered(said, chat, encoded, continued), every_turn, chat.marks)
+        return self._prompt(Rendered(said, chat, encoded, continued), every_turn, chat.marked)
 
-    def ahead(
-        self,
-        messages: Chat | Sequence[Message],
-        tools: list[Any] | None = None,
-        *,
-        every_turn: bool = False,
-        **template_options: Any,
-    ) -> Prompt | None:
-        """The beginning of the next turn's prompt, after the answer that ends these messages.
-        None where the template refuses to go on."""
-        context = _chat(messages, tools, template_options)
-        chat = context.messages
+    def ahead(self, answered: Chat, *, every_turn: bool = False) -> Prompt | None:
+        """The beginning of the next turn's prompt, after the answer that ends this chat. None
+        where the template refuses to go on."""
+        chat = answered.messages
         calls = chat[-1].get("tool_calls")
         if calls:
             endings = [results(calls, RESULTS[0]), results(calls, RESULTS[1], named=True)]
         else:
             endings = [(QUESTION,), (OTHER,)]
-        texts = [self._template.attempt([*chat, *ending], context) for ending in endings]
+        texts = [self._template.attempt([*chat, *ending], answered) for ending in endings]
         first, other = texts
         if first is None or other is None:
             return None
         at = common_text(first, other)
-        rendered = Rendered([*chat, *endings[0]], context, self._encoder.encode(first))
+        rendered = Rendered([*chat, *endings[0]], answered, self._encoder.encode(first))
         stop = self._edges.edge(rendered.encoded, at, [first[at : at + 32], other[at : at + 32]])
         if not stop:
             return None
@@ -112,24 +114,24 @@ class ChatRenderer:
             locate=lambda: tuple(e for e in whole.ends if e.position <= stop),
         )
 
-    def _prompt(self, rendered: Rendered, every_turn: bool, marks: Iterable[int]) -> Prompt:
+    def _prompt(self, rendered: Rendered, every_turn: bool, marked: Iterable[int]) -> Prompt:
         ends = cache(lambda: self._finder.message_ends(rendered))
         view = self._finder.view(rendered)
         boundaries = self._finder.boundaries(rendered, view, ends, every_turn=every_turn)
         generation = self._finder.generation(rendered, view, ends)
-        found = self._marks(rendered, marks, boundaries, generation, ends) if marks else ()
-        return Prompt(rendered.encoded.tokens, boundaries, found, generation, ends)
+        marks = self._marks(rendered, marked, boundaries, generation, ends) if marked else ()
+        return Prompt(rendered.encoded.tokens, boundaries, marks, generation, ends)
 
     def _marks(
         self,
         rendered: Rendered,
-        marks: Iterable[int],
+        marked: Iterable[int],
         boundaries: Sequence[Boundary],
         generation: int,
         ends: Ends,
     ) -> tuple[int, ...]:
         """The positions of marked messages' ends."""
-        wanted = set(marks)
+        wanted = set(marked)
         places = {e.index: e.position for e in ends()}
         places.update((-1, b.position) for b in boundaries if b.kind == "system")
         lost = sorted(m for m in wanted - places.keys() if 0 <= m < len(rendered.chat))
@@ -169,18 +171,6 @@ class ChatRenderer:
         if text is None:
             raise Refused("the chat template leaves out the last message, which is to be continued")
         return text
-
-
-def _chat(
-    messages: Chat | Sequence[Message],
-    tools: list[Any] | None,
-    template: dict[str, Any],
-    continue_final: bool = False,
-    marks: tuple[int, ...] = (),
-) -> Chat:
-    if isinstance(messages, Chat):
-        return messages
-    return chat_of(messages, tools, template=template, continue_final=continue_final, marks=marks)
 
 
 def _is_begun(chat: list[Message]) -> bool:

@@ -68,13 +68,13 @@ class Template:
         return text
 
     def _takes_developer(self) -> bool:
-        """Whether the role "developer" reaches the prompt: some templates drop it in silence."""
+        """The role "developer" reaches the prompt: some templates drop it in silence."""
         if self._developer is None:
             self._developer = self._shows("developer", WORDS)
         return self._developer
 
     def _wants_parts(self) -> bool:
-        """Whether the template shows contents only as lists of parts, as for images."""
+        """The template shows contents only as lists of parts, as for images."""
         if self._parts is None:
             parts = [{"type": "text", "text": WORDS}]
             self._parts = not self._shows("user", WORDS) and self._shows("user", parts)

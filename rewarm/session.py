@@ -180,8 +180,7 @@ class Session:
         if self._last is None:
             return
         self._generator.answered(self._last, self._last.runs[0])
-        while self._pump.core.has_work:
-            self._pump.turn()
+        self._pump.warm_up()
 
     def _events(
         self,

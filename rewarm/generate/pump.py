@@ -39,7 +39,13 @@ class CallerPump:
             self.turn()
         return events.get()
 
+    def warm_up(self) -> None:
+        """Turn until all that was asked for ahead is computed."""
+        while self.core.stats().warm_waiting:
+            self.turn()
+
     def turn(self) -> None:
+        self.core.wait()  # what lies below memory may still be on its way
         with wired_limit(self.core.model, cast("list[mx.Stream]", [generation_stream])):
             try:
                 self.core.turn()

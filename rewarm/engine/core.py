@@ -25,7 +25,9 @@ from rewarm.errors import CannotLoad, ContextExceeded, InvalidOption, NotReady, 
 from rewarm.options import EngineOptions, parse_size
 from rewarm.values import Boundary, Match, Tokens
 
-from .decode.batch import decodes_in_batches, running_bytes
+from .decode.base import Decoder
+from .decode.batch import Batch
+from .decode.check import decodes_in_batches, running_bytes
 from .decode.sampling import checked
 from .inbox import Inbox
 from .loop import EngineStats, Loop
@@ -79,6 +81,7 @@ class Core:
         *,
         owned: bool = False,
         follows: bool = False,
+        decoder: type[Decoder] = Batch,
         rehearse: Callable[[Runner], None] = lambda runner: None,
     ) -> None:
         """`owned`: nobody else has the model, or changes it. `follows`: it is turned by `follow`
@@ -93,9 +96,11 @@ class Core:
         self._stopping = False
         self._follows = follows
         with _stream():
-            self._loop = self._made(owned, rehearse)
+            self._loop = self._made(owned, decoder, rehearse)
 
-    def _made(self, owned: bool, rehearse: Callable[[Runner], None]) -> Loop:
+    def _made(
+        self, owned: bool, decoder: type[Decoder], rehearse: Callable[[Runner], None]
+    ) -> Loop:
         accel.install()
         model, cache = self.model, self.cache
         evaluate(model)
@@ -114,12 +119,16 @@ class Core:
                 "%s decodes one sequence at a time: in a batch its answers would differ",
                 type(model).__module__,
             )
-        runner = Runner(model, cache, self._vocabulary, running_bytes(model, cache), batched)
+        runner = Runner(
+            model, cache, self._vocabulary, running_bytes(model, cache), batched, decoder
+        )
         cache.attach(owned=owned)
         rehearse(runner)
         room = self.options.room or auto_size()
         window = cache.layout.shortest_window
-        scheduler = Scheduler(self.options.max_batch, room, cache.chunk, window)
+        scheduler = Scheduler(
+            self.options.max_batch, room, cache.chunk, window, runner.decoder.most
+        )
         return Loop(runner, scheduler, self._announce)
 
     # From any thread.

@@ -122,9 +122,9 @@ class Loop:
                 self._add(Running(number, prompt, boundaries=boundaries, salt=path.salt))
             case Cancel(request):
                 mates = [s for s in self.running.values() if s.request and s.request.id == request]
-                self._leave(mates, "cancelled")
+                self._leave(mates)
             case Close():
-                self._leave(list(self.running.values()), "cancelled")
+                self._leave(list(self.running.values()))
                 for fetch in self._late.values():
                     fetch.cancel()
             case Fetched(number, came):
@@ -257,7 +257,7 @@ class Loop:
         try:
             match first.what:
                 case "forget":
-                    self._leave([running], "cancelled")
+                    self._leave([running])
                 case "pause":
                     self._pause(running)
                 case "fetch":
@@ -281,12 +281,12 @@ class Loop:
             try:
                 first = self.runner.open(running)
                 self.scheduler.admitted(each)
-                finish = self._give(running, first.token, first.logprobs)
+                running.ended = self._give(running, first.token, first.logprobs)
             except Exception as error:
                 self.fail(running, error)
                 continue
-            if finish is not None:
-                self._leave([running], finish)
+            if running.ended is not None:
+                self._leave([running])
         for failed in self.runner.join():
             self._start_over(*failed)
 
@@ -294,24 +294,29 @@ class Loop:
         decoded = self.runner.decode()
         for failed in decoded.failed:
             self._start_over(*failed)
-        ended: dict[Finish, list[Running]] = {"stop": [], "length": []}
+        ended: list[Running] = []
+        broken: list[tuple[Running, Exception]] = []
         for step in decoded.steps:
             running = self.running.get(step.id)
             if running is None:
                 continue  # another answer to its request failed
-            finish = None
+            if running.ended is not None:
+                running.unused += 1
+                continue
             try:
                 if not step.given:
-                    finish = self._give(running, step.token, step.logprobs)
+                    running.ended = self._give(running, step.token, step.logprobs)
             except Exception as error:
-                self.fail(running, error)
+                broken.append((running, error))
                 continue
-            if finish is not None:
-                ended[finish].append(running)
+            if running.ended is not None:
+                ended.append(running)
             else:
                 self.scheduler.decoded(running.id)
-        for reason, sequences in ended.items():
-            self._leave(sequences, reason)
+        self._leave(ended)
+        for running, failure in broken:
+            self.fail(running, failure)
+            failure.__traceback__ = None  # its frames would keep the arrays of this step
 
     def _give(self, running: Running, token: int, logprobs: mx.array) -> Finish | None:
         """Hand a token to whoever asked for it; says whether the answer ends with it."""
@@ -399,12 +404,12 @@ class Loop:
         job = self.scheduler.jobs[running.id]
         self.scheduler.back(job.id, job.data, job.stop, job.position)
 
-    def _leave(self, sequences: Collection[Running], reason: Finish) -> None:
-        """These are done: store, forget, and tell."""
+    def _leave(self, sequences: Collection[Running], reason: Finish = "cancelled") -> None:
+        """These are done: store, forget, and tell. `reason`: of those that have not ended yet."""
         sequences = [s for s in sequences if s.id in self.running]
         reports = [s.report() for s in sequences]
         for running in sequences:
-            running.ended = reason  # whatever fails from here on
+            running.ended = running.ended or reason  # whatever fails from here on
         self.runner.leave(sequences)
         for running, report in zip(sequences, reports, strict=True):
             self.running.pop(running.id, None)

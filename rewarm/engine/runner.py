@@ -16,7 +16,9 @@ from rewarm.cache import PrefixCache
 from rewarm.device import device_bytes
 from rewarm.values import Alternative, Cut, Kind, Sampled
 
-from .decode.batch import MOST_PADDING, Batch, Costs, Start, Step, wastes_little
+from .decode.base import Decoder, Start, Step
+from .decode.batch import MOST_PADDING, Batch, wastes_little
+from .decode.check import Costs
 from .decode.sampling import make_processors, make_sampler
 from .running import Running
 from .scheduler import Piece
@@ -69,17 +71,19 @@ class Runner:
         vocabulary: int,
         costs: Costs | None = None,
         batched: bool = False,
+        decoder: type[Decoder] = Batch,
     ) -> None:
         self.model = model
         self.cache = cache
         self.vocabulary = vocabulary
         self.costs = costs or Costs(0, 0)
         self.batched = batched
-        self._shared: list[Batch] = []
+        self.decoder = decoder
+        self._shared: list[Decoder] = []
         """Usually one; more where lengths differ so much that padding would cost more."""
-        self._alone: list[Batch] = []
+        self._alone: list[Decoder] = []
         """Of one sequence each: of models that cannot share, and after a failure."""
-        self._opened: list[Batch] = []
+        self._opened: list[Decoder] = []
         """Of one running each, about to be shared."""
         self.prefilled_tokens = 0
         self.warm_tokens = 0
@@ -91,7 +95,9 @@ class Runner:
 
     def renewed(self) -> Runner:
         """Another one in its place, with nothing running."""
-        new = Runner(self.model, self.cache, self.vocabulary, self.costs, self.batched)
+        new = Runner(
+            self.model, self.cache, self.vocabulary, self.costs, self.batched, self.decoder
+        )
         new.prefilled_tokens, new.warm_tokens = self.prefilled_tokens, self.warm_tokens
         new.pace = self.pace
         return new
@@ -160,7 +166,7 @@ class Runner:
     def open(self, running: Running) -> Step:
         """Its first step, alone: what is wrong with it shows here."""
         lease, request = running.leased, running.requested
-        batch = Batch(
+        batch = self.decoder(
             self.model,
             Start(
                 id=running.id,
@@ -256,7 +262,7 @@ class Runner:
         computed = len(running.generated) - batch.is_ahead(running.id)
         lease.extend(running.generated[done:computed])
         try:
-            lease.caches = batch.caches(running.id)
+            lease.caches = batch.caches(running.id, running.unused)
             self.cache.commit(lease, len(lease.tokens), origin="decode", checkpoint=checkpoint)
         except Exception:
             lease.stopped_storing = True
@@ -274,11 +280,11 @@ class Runner:
             # The prefill ends here, too early: without a checkpoint, recurrent layers lose it all.
             self.cache.commit(lease, lease.position, checkpoint="end")
 
-    def _batch_of(self, running: Running) -> Batch | None:
+    def _batch_of(self, running: Running) -> Decoder | None:
         return next((b for b in chain(*self._batches) if running.id in b.ids), None)
 
     @property
-    def _batches(self) -> tuple[list[Batch], ...]:
+    def _batches(self) -> tuple[list[Decoder], ...]:
         return self._shared, self._alone, self._opened
 
 

@@ -32,6 +32,8 @@ class Running:
     """The seconds that a prompt token takes to compute; None where nothing is fetched instead."""
     fetch: Fetch | None = None
     """What is on its way from lower tiers."""
+    unused: int = 0
+    """Tokens of its last step that came after the end of its answer."""
     lease: Lease | None = None
     admitted: bool = False
     isolated: bool = False

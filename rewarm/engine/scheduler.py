@@ -148,7 +148,9 @@ class Plan:
 class Scheduler:
     """Keeps the queue. The caller reports what happened; `plan` says what to do next."""
 
-    def __init__(self, max_batch: int, room: int, chunk: int, window: int = 0) -> None:
+    def __init__(
+        self, max_batch: int, room: int, chunk: int, window: int = 0, step: int = 1
+    ) -> None:
         self.max_batch = max_batch
         self.room = room
         """Bytes that running requests may take together."""
@@ -156,12 +158,14 @@ class Scheduler:
         """Prompt tokens of a turn."""
         self.window = window
         """The shortest window of the model's layers; 0 where it has none."""
+        self.step = step
+        """The most tokens that a step of decoding gives to a sequence."""
         self.jobs: dict[int, Job] = {}
         self.clock = 0
 
     def renewed(self) -> Scheduler:
         """Another one in its place, with nothing to do."""
-        return Scheduler(self.max_batch, self.room, self.chunk, self.window)
+        return Scheduler(self.max_batch, self.room, self.chunk, self.window, self.step)
 
     def add(self, job: Job) -> None:
         job.arrived = self.clock
@@ -263,7 +267,8 @@ class Scheduler:
         decoding = [j for j in self.jobs.values() if j.stage == "decoding"]
         ready = [j.id for j in self.jobs.values() if j.stage == "ready"]
         admit = tuple(ready[: self.max_batch - len(decoding)])
-        full = [j.id for j in decoding if self.window and j.unstored >= max(self.window - 1, 1)]
+        most = max(self.window - self.step, 1)
+        full = [j.id for j in decoding if self.window and j.unstored >= most]
         pieces, _ = self._pieces()
         return Plan(admit, tuple(full), bool(decoding or admit), tuple(pieces))
 

@@ -16,7 +16,8 @@ from rewarm.cache import PrefixCache, restore
 from rewarm.cache.model import context_size
 from rewarm.engine import Engine, Loaded, Request, rehearsal, runner
 from rewarm.engine import engine as engine_module
-from rewarm.engine.decode.batch import CHECK_STEPS, Batch, decodes_in_batches
+from rewarm.engine.decode.batch import Batch
+from rewarm.engine.decode.check import CHECK_STEPS, decodes_in_batches
 from rewarm.engine.decode.sampling import make_processors, make_sampler
 from rewarm.engine.loop import Loop
 from rewarm.engine.runner import Runner

@@ -16,7 +16,7 @@ from rewarm.engine import Core, Loaded, Request, runner
 from rewarm.engine.scheduler import MOST_FETCHING
 from rewarm.options import EngineOptions
 from tests import zoo
-from tests.serving import Collected
+from tests.serving import PATIENCE, Collected
 from tests.support import Prompt, joined, prompt, run
 
 NAMES = ["llama", "qwen3_5", "gpt_oss"]
@@ -43,6 +43,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     cancel, take_in = Fetch.cancel, PrefixCache.take_in
 
     def on_done(fetch: Fetch, call: Callable[[Fetch], None]) -> None:
+        fetch.future.result(PATIENCE)
         if fetch.tokens:
             held.waiting.append((fetch, call))
         else:

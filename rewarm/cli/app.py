@@ -269,7 +269,7 @@ def chat(
     from rewarm import pocket
     from rewarm.values import Sampling
 
-    from .chat import ChatOptions, Conversation
+    from .chat import Chat, ChatOptions
 
     console = Console()
     built_in = model == pocket.BUILT_IN
@@ -302,7 +302,7 @@ def chat(
             raise NotReady(engine.detail)
         hint = "/help says what to ask it" if built_in else "/help lists the commands"
         console.print(f"[bold]{model}[/]  [dim]{hint}, Ctrl-D leaves[/]")
-        Conversation(engine, options, console).run()
+        Chat(engine, options, console).run()
     finally:
         engine.stop()
 

@@ -1,12 +1,9 @@
 """The one thread that runs the model: requests in, tokens out."""
 
-from .core import Core, Loaded
-from .engine import Engine
-from .loop import EngineStats
+from .engine import Engine, EngineStats, Loaded
 from .request import Request, Sink
 
 __all__ = [
-    "Core",
     "Engine",
     "EngineStats",
     "Loaded",

@@ -1,4 +1,4 @@
-"""The ends of messages in a rendered chat, and the ends among them that no further turn moves."""
+"""Where the messages of a rendered chat end, and which of these ends no further turn moves."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from rewarm.values import Boundary, Kind, Message
 
-from ..chat import Chat
 from ..messages import is_system
 from ..text import common_text
 from .edges import Edges
 from .encoder import Encoded
-from .probes import BEFORE_A_QUESTION, INTERRUPTED, Ways, after_a_question, in_a_loop
+from .probes import Slot, after_a_question, before_a_question, in_a_loop, interrupted
 from .tags import Tags
-from .template import Template
+from .template import Context, Template
 from .view import Common, Unseen, View, shortened
 
 T = TypeVar("T")
-P = TypeVar("P", bound="tuple[Common | None, ...]")
 
 APART = 8
 """Tokens between two points that are worth two checkpoints."""
@@ -34,7 +31,7 @@ KEPT = 512
 
 @dataclass(frozen=True)
 class MessageEnd:
-    """The end of a message's content, in tokens."""
+    """Where a message's content ends, in tokens."""
 
     index: int
     role: str
@@ -50,11 +47,10 @@ class Rendered:
     """A chat, its text and its tokens."""
 
     chat: list[Message]
-    context: Chat
-    """It has the tools and the options that all renders share."""
+    context: Context
     encoded: Encoded
     continued: bool = False
-    """The answer continues the last message."""
+    """Whether the answer continues the last message."""
 
     @property
     def text(self) -> str:
@@ -62,7 +58,7 @@ class Rendered:
 
     @property
     def system(self) -> int:
-        """The number of messages that lead the chat and are the system's."""
+        """How many messages lead the chat that are the system's."""
         leading = (i for i, m in enumerate(self.chat) if not is_system(m))
         return next(leading, len(self.chat))
 
@@ -74,7 +70,7 @@ class Rendered:
 
 
 class Around(NamedTuple):
-    """The places around the last question at which a chat may go on in another way."""
+    """Where a chat may go on in another way around its last question."""
 
     turn: Common | None
     """Before it."""
@@ -94,7 +90,7 @@ class Finder:
         self._places = _Places()
 
     def view(self, rendered: Rendered) -> View:
-        """The part of a chat that probes are rendered on."""
+        """What a chat's probes are made on."""
         chat = rendered.chat
         kept = None if rendered.continued else shortened(chat, rendered.system, rendered.user)
         text = kept and self._template.attempt(kept.chat, rendered.context)
@@ -110,7 +106,7 @@ class Finder:
         )
 
     def message_begins(self, rendered: Rendered) -> dict[int, int]:
-        """The beginnings of the contents, in tokens, by message; by one more tagged render."""
+        """Where the contents begin, in tokens, by message; by one more tagged render."""
         tags = Tags(rendered.text)
         tagged = tags.begun(rendered.chat, continued=rendered.continued)
         return self._located(rendered, tags, tagged)
@@ -125,7 +121,7 @@ class Finder:
         return {i: position for i, position in located if position is not None}
 
     def generation(self, rendered: Rendered, view: View, ends: Ends) -> int:
-        """The begin of the generation prompt, or of the answer that is continued."""
+        """Where the generation prompt begins, or the answer that is continued."""
         chat = view.chat[:-1] if rendered.continued else view.chat
         without = chat and self._template.attempt(chat, rendered.context, generation=False)
         if without and without != view.text:
@@ -165,7 +161,8 @@ class Finder:
         chat, context = rendered.chat[: rendered.system], rendered.context
 
         def probed() -> tuple[Common | None]:
-            return (_whole(rendered).common(self._probe(chat, context, BEFORE_A_QUESTION)),)
+            renders = self._probe(chat, context, before_a_question())
+            return (_whole(rendered).common(renders),)
 
         key = _digest("system", chat, context)
         position = self._position(rendered, *self._places.of(key, rendered.text, probed))
@@ -175,52 +172,49 @@ class Finder:
 
     def _around(self, rendered: Rendered, view: View, every_turn: bool) -> Around:
         """The steps of a tool loop ask for it again and again."""
+        system, context = rendered.system, rendered.context
         if not view.has_steps:
             # How the view ends says nothing of where the question is.
             view = _whole(rendered)
 
         def probed(view: View) -> Around:
-            return self._probed(rendered, view, every_turn)
+            before, asked = view.chat[: view.user], view.chat[: view.user + 1]
+            turn = None
+            if view.user > system and not every_turn:
+                turn = view.common(self._probe(before, context, before_a_question()))
+            answered = self._probe(asked, context, after_a_question(context.tools))
+            if not answered:
+                return Around(turn, None, None)
+            # The question itself, whatever follows it in this chat.
+            last = len(asked) == len(view.chat) and not rendered.continued
+            alone = view.text if last else self._template.attempt(asked, context)
+            answered += [alone] if alone is not None else []
+            others = self._probe(asked, context, interrupted()) or []
+            return Around(turn, view.common([*answered, *others]), view.common(answered))
 
-        asked = rendered.chat[: rendered.user + 1]
-        key = _digest(f"question {every_turn}", asked, rendered.context)
-        return self._places.of(key, rendered.text, partial(_seen, rendered, view, probed))
+        key = _digest(f"question {every_turn}", rendered.chat[: rendered.user + 1], context)
+        text = rendered.text
+        return Around(*self._places.of(key, text, lambda: _seen(rendered, view, probed)))
 
-    def _probed(self, rendered: Rendered, view: View, every_turn: bool) -> Around:
-        context = rendered.context
-        before, asked = view.chat[: view.user], view.chat[: view.user + 1]
-        turn = None
-        if view.user > rendered.system and not every_turn:
-            turn = view.common(self._probe(before, context, BEFORE_A_QUESTION))
-        answered = self._probe(asked, context, after_a_question(context.tools))
-        if not answered:
-            return Around(turn, None, None)
-        # The question itself, whatever follows it in this chat.
-        last = len(asked) == len(view.chat) and not rendered.continued
-        alone = view.text if last else self._template.attempt(asked, context)
-        answered += [alone] if alone is not None else []
-        others = self._probe(asked, context, INTERRUPTED) or []
-        return Around(turn, view.common([*answered, *others]), view.common(answered))
-
-    def _loop(self, view: View, context: Chat) -> Common | None:
+    def _loop(self, view: View, context: Context) -> Common | None:
         return view.common(self._probe(view.chat, context, in_a_loop(context.tools)))
 
     def _probe(
-        self, chat: list[Message], context: Chat, endings: Iterable[Ways]
+        self, chat: list[Message], context: Context, slots: Iterable[Slot]
     ) -> list[str] | None:
         """The chat with each of the endings; None where the template refuses one it needs."""
         renders = []
-        for ways in endings:
-            attempts = (self._template.attempt([*chat, *e], context) for e in ways.endings)
+        for slot in slots:
+            attempts = (self._template.attempt([*chat, *e], context) for e in slot.endings)
             accepted = next((a for a in attempts if a is not None), None)
             if accepted is not None:
                 renders.append(accepted)
-            elif ways.needed:
+            elif slot.needed:
                 return None
         return renders
 
     def _position(self, rendered: Rendered, common: Common | None) -> int | None:
-        """The number of tokens that the prompt and the probes begin with alike."""
+        """How many tokens the prompt and the probes begin with alike."""
         if common is None:
             return None
         return self._edges.edge(rendered.encoded, common.at, common.tails)
@@ -234,25 +228,26 @@ class _Places:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, tuple[bytes, Any]] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[bytes, tuple[Common | None, ...]]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, key: bytes, text: str, find: Callable[[], P]) -> P:
+    def of(
+        self, key: bytes, text: str, find: Callable[[], tuple[Common | None, ...]]
+    ) -> tuple[Common | None, ...]:
         with self._lock:
             known = self._known.get(key)
         # A template may write the date: then what is remembered is yesterday's.
-        if known is None or known[0] != _text_digest(text[: _furthest(known[1])]):
+        if known is None or known[0] != _digest(text[: _furthest(known[1])]):
             found = find()
             if not all(place.goes_with for place in found if place is not None):
                 return found
-            known = _text_digest(text[: _furthest(found)]), found
+            known = _digest(text[: _furthest(found)]), found
         with self._lock:
             self._known[key] = known
             self._known.move_to_end(key)
             while len(self._known) > KEPT:
                 self._known.popitem(last=False)
-        places: P = known[1]
-        return places
+        return known[1]
 
 
 def _furthest(places: Iterable[Common | None]) -> int:
@@ -264,7 +259,7 @@ def _whole(rendered: Rendered) -> View:
 
 
 def _seen(rendered: Rendered, view: View, find: Callable[[View], T]) -> T:
-    """Find something in a view, or else in the whole chat."""
+    """What is found in a view, or else in the whole chat."""
     try:
         return find(view)
     except Unseen:
@@ -300,22 +295,14 @@ def _beyond(found: list[Boundary], position: int | None, kind: Kind, apart: int)
 def _distinct(found: list[Boundary], stop: int) -> tuple[Boundary, ...]:
     """In order, one for each position: a durable one rather than another, one with a kind first."""
     best: dict[int, Boundary] = {}
-    for boundary in sorted(found, key=_rank):
+    for boundary in sorted(found, key=lambda b: (b.durable, b.kind is not None)):
         # The last token of a prompt is left to the first decode step.
-        if boundary.position >= stop:
-            boundary = replace(boundary, position=stop - 1)
-        if boundary.position > 0:
-            best[boundary.position] = boundary
+        position = min(boundary.position, stop - 1)
+        if position > 0:
+            best[position] = replace(boundary, position=position)
     return tuple(best[p] for p in sorted(best))
 
 
-def _rank(boundary: Boundary) -> tuple[bool, bool]:
-    return boundary.durable, boundary.kind is not None
-
-
-def _digest(what: str, chat: list[Message], context: Chat) -> bytes:
-    return _text_digest(repr((what, chat, context.tools, context.template)))
-
-
-def _text_digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+def _digest(*parts: object) -> bytes:
+    words = repr(parts)
+    return hashlib.blake2b(words.encode(errors="surrogatepass"), digest_size=16).digest()

@@ -138,7 +138,7 @@ class OutputConfig(Body):
 
 
 class CountRequest(Body):
-    """The part of a request that makes its prompt."""
+    """What is counted for a prompt."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]

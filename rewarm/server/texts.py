@@ -1,4 +1,4 @@
-"""Texts of single tokens, for logprobs."""
+"""What a single token looks like, for logprobs."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ TAKEN_BY_RENDERING = frozenset(
         "continue_final_message",
         "conversation",
         "every_turn",
+        "marked",
         "marks",
         "max_length",
         "messages",

@@ -1,50 +1,56 @@
-"""The library way in: a model, its tokenizer and a cache, with no server."""
+"""The library way in: a model, its tokenizer and a cache, with no server and no thread."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, cast
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
-import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from rewarm import accel
 from rewarm.cache import PrefixCache
-from rewarm.engine.decode.batch import Step
+from rewarm.engine import Core, Loaded
 from rewarm.engine.decode.sampling import checked
-from rewarm.engine.request import Request, Silent
-from rewarm.engine.runner import Runner
-from rewarm.engine.runner import Sequence as Runnable
 from rewarm.errors import InvalidOption, InvalidPrompt
-from rewarm.prompt.parse.answer import Answer
-from rewarm.prompt.render.renderer import ChatRenderer, Prompt
-from rewarm.values import Cost, Message, Sampling, Tokens
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from rewarm.generate.generation import Delta, Progress, Reading, RunFailed
+from rewarm.generate.generation import Event as GenerationEvent
+from rewarm.generate.generator import Generator
+from rewarm.generate.options import GenerationOptions
+from rewarm.generate.pump import CallerPump
+from rewarm.options import EngineOptions
+from rewarm.prompt.chat import Chat, Text, chat_of
+from rewarm.prompt.render.renderer import ChatRenderer
+from rewarm.values import Cost, Sampling, Tokens
 
 
 @dataclass(frozen=True)
 class Usage:
     """Tokens. `cached + prefilled == prompt`, unless the prefill was cancelled."""
 
-    prompt_tokens: int
-    cached_tokens: int
-    replayed_tokens: int
-    prefilled_tokens: int
+    cost: Cost
     completion_tokens: int
 
+    @property
+    def prompt_tokens(self) -> int:
+        return self.cost.match.tokens
 
-@dataclass(frozen=True)
-class Timings:
-    match_ms: float
-    restore_ms: float
-    prefill_ms: float
-    ttft_ms: float
+    @property
+    def cached_tokens(self) -> int:
+        return self.cost.match.resume
+
+    @property
+    def replayed_tokens(self) -> int:
+        return self.cost.replayed
+
+    @property
+    def prefilled_tokens(self) -> int:
+        return self.cost.prefilled
 
 
 @dataclass(frozen=True)
@@ -56,10 +62,14 @@ class Reply:
     finish_reason: str
     """"stop", "length", "tool_calls" or "cancelled"."""
     usage: Usage
-    timings: Timings
+    timings: Cost
+    """The cost of the prompt, with `match_ms`, `restore_ms`, `prefill_ms` and `ttft_ms`."""
     logprobs: list[float] | None = None
-    miss: str | None = None
-    """Why not more of the prompt was reused; None where all of it was."""
+
+    @property
+    def miss(self) -> str | None:
+        """Why not more of the prompt was reused; None where all of it was."""
+        return self.timings.miss.reason if self.timings.miss is not None else None
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,11 @@ class Event:
 
 
 class Session:
-    """Generates with a model, and never computes a known prompt prefix again."""
+    """Generates with a model, and never computes a known prompt prefix again.
+
+    All of it runs on the caller's own thread, which turns the engine's loop until the next event
+    is there.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, cache: PrefixCache | None = None) -> None:
         accel.install()
@@ -85,7 +99,15 @@ class Session:
         self.tokenizer = tokenizer
         self.cache = cache if cache is not None else PrefixCache(model)
         self.cache.check_model(model)
-        self.renderer = ChatRenderer(tokenizer)
+        # One answer at a time: nothing of batches has to be tried out.
+        core = Core(Loaded(model, tokenizer, self.cache), EngineOptions(max_batch=1))
+        self._pump = CallerPump(core)
+        self._generator = Generator(core, self._pump)
+        self._last: Reading | None = None
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        return self._generator.renderer
 
     def chat(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None, **options: Any
@@ -136,164 +158,97 @@ class Session:
             logit_bias=logit_bias or {},
             seed=seed,
         )
-        vocabulary = self.cache.vocabulary
-        checked(sampling, vocabulary)
+        checked(sampling, self.cache.vocabulary)
         stops = [stop] if isinstance(stop, str) else list(stop)
         _check_options(max_tokens, stops)
-        ready = self._prompt(prompt, tools, template or {})
-        # What the user writes opens no thinking: only the generation prompt does.
-        opening = ready.tokens[ready.generation :]
-        run = _Run(
-            Runner(self.model, self.cache, vocabulary),
-            Request(ready.tokens, Silent(), max_tokens, sampling, boundaries=ready.boundaries),
-            Answer(self.tokenizer, opening, tools=tools, stop=stops),
-            frozenset(self.tokenizer.eos_token_ids),
-            salt,
-            logprobs,
-            on_prefill,
-            cancel or threading.Event(),
+        options = GenerationOptions(
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=tuple(stops),
+            top_logprobs=0 if logprobs else None,
+            salt=salt,
+            stream=True,
+            every_token=True,
         )
-        return run.events()
+        generation = Reading(_asked(prompt, tools, template or {}), options)
+        self._generator.prepare(generation, partial(_put, generation))
+        return self._events(generation, on_prefill, cancel or threading.Event())
 
-    def _prompt(
-        self, prompt: str | Sequence[Any] | Tokens, tools: Any, template: dict[str, Any]
-    ) -> Prompt:
-        if isinstance(prompt, str):
-            bos = self.tokenizer.bos_token
-            special = bos is None or not prompt.startswith(bos)
-            tokens = self.tokenizer.encode(prompt, add_special_tokens=special)
-            return Prompt(np.asarray(tokens))
-        if not isinstance(prompt, (list, tuple, np.ndarray)):
-            raise InvalidPrompt(
-                f"a prompt is a text, tokens, or messages, not a {type(prompt).__name__}"
-            )
-        if len(prompt) and isinstance(prompt[0], dict):
-            # The grid of `exact` stands on the boundaries of every turn.
-            every_turn = self.cache.reuse == "exact"
-            chat = cast("list[Message]", list(prompt))
-            return self.renderer.render(chat, tools, every_turn=every_turn, **template)
-        if len(prompt) and isinstance(prompt[0], str):
-            raise InvalidPrompt("a prompt is a text, tokens, or messages with role and content")
-        return Prompt(np.asarray(prompt))
+    def prepare(self) -> None:
+        """Compute the beginning of the next turn's prompt, on this thread, until it is done or
+        interrupted; what was stored by then stays."""
+        if self._last is None:
+            return
+        self._generator.answered(self._last, self._last.runs[0])
+        self._pump.warm_up()
+
+    def _events(
+        self,
+        generation: Reading,
+        on_prefill: Callable[[int, int], None] | None,
+        cancel: threading.Event,
+    ) -> Iterator[Event]:
+        rest = Event()
+        self._generator.submit(generation)
+        with closing(self._generator.events(generation)) as events:
+            for event in events:
+                if isinstance(event, Progress) and on_prefill is not None:
+                    on_prefill(event.done, event.total)
+                elif isinstance(event, Delta):
+                    rest = _step(event)
+                    if event.sampled:
+                        yield rest
+                        rest = Event()
+                elif isinstance(event, RunFailed):
+                    raise event.error.__cause__ or event.error
+                if cancel.is_set():
+                    self._generator.cancel(generation)
+        self._last = generation
+        yield replace(rest, reply=_reply(generation))
 
 
-@dataclass
-class _Run:
-    """One request: start, prefill in chunks, decode; what was computed is stored on the way."""
-
-    runner: Runner
-    request: Request
-    answer: Answer
-    end_tokens: frozenset[int]
-    salt: str | None
-    logprobs: bool
-    on_prefill: Callable[[int, int], None] | None
-    cancel: threading.Event
-
-    def events(self) -> Iterator[Event]:
-        runner, answer, model = self.runner, self.answer, self.runner.model
-        sequence = self._sequence()
-        finish = "cancelled"
-        chosen: list[float] = []
-        # Where a step fails or is interrupted, the caches may be ahead of what it gave.
-        sound = True
-        with wired_limit(model, cast("list[mx.Stream]", [generation_stream])):
-            try:
-                if self._prefill(sequence):
-                    sound = False
-                    self._on_stream(runner.open, sequence)
-                    while True:
-                        step = self._step()
-                        sound = True
-                        sequence.give(step.token)
-                        if self.logprobs:
-                            chosen.append(float(step.logprobs[step.token]))
-                        piece = answer.add(step.token)
-                        ended = piece.stop is not None or step.token in self.end_tokens
-                        last = ended or len(sequence.generated) >= self.request.max_tokens
-                        if last:
-                            finish = "stop" if ended else "length"
-                        logprob = chosen[-1] if chosen else None
-                        yield Event(piece.text, piece.reasoning, step.token, logprob)
-                        if last or self.cancel.is_set():
-                            break
-                        if runner.window_is_full(sequence):
-                            self._on_stream(runner.store_answer, sequence)
-                        sound = False
-            finally:
-                report = sequence.report()
-                self._on_stream(runner.leave, [sequence], keep=sound)
-        rest = answer.finish()
-        if rest.stop is not None:
-            finish = "stop"
-        if finish == "stop" and answer.calls:
-            finish = "tool_calls"
-        reply = self._reply(sequence.generated, finish, report, chosen)
-        yield Event(rest.text, rest.reasoning, reply=reply)
-
-    def _sequence(self) -> Runnable:
-        request = self.request
-        return Runnable(
-            id=0,
-            prompt=request.tokens,
-            request=request,
-            boundaries=tuple(request.boundaries),
-            salt=self.salt,
-            max_tokens=request.max_tokens,
+def _asked(prompt: Any, tools: list[Any] | None, template: dict[str, Any]) -> Chat | Text:
+    if isinstance(prompt, str):
+        return Text([prompt])
+    if not isinstance(prompt, (list, tuple, np.ndarray)):
+        raise InvalidPrompt(
+            f"a prompt is a text, tokens, or messages, not a {type(prompt).__name__}"
         )
+    if len(prompt) and isinstance(prompt[0], dict):
+        return chat_of(list(prompt), tools, template=template)
+    if len(prompt) and isinstance(prompt[0], str):
+        raise InvalidPrompt("a prompt is a text, tokens, or messages with role and content")
+    return Text([cast("Sequence[int]", prompt)])
 
-    def _prefill(self, sequence: Runnable) -> bool:
-        """Everything but the last token; whether that was done."""
-        self._on_stream(self.runner.start, sequence)
-        self._progress(sequence)
-        while not self.cancel.is_set():
-            before = sequence.position
-            done = self._on_stream(self.runner.prefill, sequence)
-            if sequence.position > before:
-                self._progress(sequence)
-            if done:
-                return not self.cancel.is_set()
-        return False
 
-    def _step(self) -> Step:
-        decoded = self._on_stream(self.runner.decode)
-        for _, error in decoded.failed:
-            raise error
-        return decoded.steps[0]
+def _put(generation: Reading, event: GenerationEvent) -> None:
+    if isinstance(event, RunFailed):
+        # The engine tells of a failure while it handles what the model raised: the caller's own
+        # thread ran it, so that is what the caller shall see.
+        event.error.__cause__ = sys.exc_info()[1]
+    generation.events.put(event)
 
-    def _on_stream(self, do: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Not around a `yield`: the caller's own work would run there too."""
-        with mx.stream(cast(mx.Stream, generation_stream)):
-            return do(*args, **options)
 
-    def _progress(self, sequence: Runnable) -> None:
-        if self.on_prefill is not None:
-            self.on_prefill(sequence.position, len(sequence.prompt))
+def _step(event: Delta) -> Event:
+    if not event.sampled:
+        return Event(event.text, event.reasoning)
+    (sampled,) = event.sampled
+    return Event(event.text, event.reasoning, sampled.token, sampled.logprob)
 
-    def _reply(self, tokens: list[int], finish: str, report: Cost, chosen: list[float]) -> Reply:
-        match = report.match
-        return Reply(
-            text=self.answer.text,
-            reasoning=self.answer.reasoning,
-            tool_calls=self.answer.calls,
-            tokens=tokens,
-            finish_reason=finish,
-            usage=Usage(
-                prompt_tokens=match.tokens,
-                cached_tokens=match.resume,
-                replayed_tokens=match.replay,
-                prefilled_tokens=report.prefilled,
-                completion_tokens=len(tokens),
-            ),
-            timings=Timings(
-                match_ms=report.match_ms,
-                restore_ms=report.restore_ms,
-                prefill_ms=report.prefill_ms,
-                ttft_ms=report.ttft_ms,
-            ),
-            logprobs=chosen if self.logprobs else None,
-            miss=report.miss.reason if report.miss is not None else None,
-        )
+
+def _reply(generation: Reading) -> Reply:
+    (choice,), (cost,) = generation.choices, generation.costs
+    logprobs = [s.logprob for s in choice.sampled if s.logprob is not None]
+    return Reply(
+        text=choice.answer.text,
+        reasoning=choice.answer.reasoning,
+        tool_calls=choice.answer.calls,
+        tokens=[s.token for s in choice.sampled],
+        finish_reason=choice.finish,
+        usage=Usage(cost, choice.tokens),
+        timings=cost,
+        logprobs=logprobs if generation.options.top_logprobs is not None else None,
+    )
 
 
 def _check_options(max_tokens: int, stop: list[str]) -> None:

@@ -118,6 +118,13 @@ class Cost:
     """Why not more of it was reused."""
 
     @property
+    def timings(self) -> dict[str, float]:
+        """Milliseconds by name, as a reply tells them."""
+        names = ("queue_ms", "match_ms", "restore_ms", "prefill_ms", "ttft_ms")
+        times = (self.queued_ms, self.match_ms, self.restore_ms, self.prefill_ms, self.ttft_ms)
+        return dict(zip(names, times, strict=True))
+
+    @property
     def replayed(self) -> int:
         """Computed tokens that the tree knew. A cancelled prefill may not have got through all."""
         return min(self.match.replay, self.prefilled)

@@ -15,11 +15,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
 from rewarm import PrefixCache
-from rewarm.engine.engine import Engine, Loaded
+from rewarm.engine import Engine, Loaded
 from rewarm.engine.request import Request
 from rewarm.options import EngineOptions, ServerOptions
+from rewarm.server.backend import Backend
 from rewarm.server.serve import Server, serve
-from rewarm.server.service import Service
 
 from .support import Counted
 from .tiny import byte_tokenizer, tiny_model
@@ -82,7 +82,7 @@ class Running:
     url: str
     engine: ScriptedEngine
     model: Counted
-    service: Service
+    backend: Backend
     headers: dict[str, str] = field(default_factory=dict)
 
     @contextmanager
@@ -103,7 +103,7 @@ class Running:
         deadline = time.monotonic() + 60
         quiet = 0
         while quiet < 3:
-            for pool in (self.service._pool, self.service._large):
+            for pool in (self.backend._pool, self.backend._large):
                 caught_up(pool)
             stats = self.engine.stats()
             busy = stats.waiting or stats.prefilling or stats.decoding or stats.warm_waiting
@@ -157,7 +157,7 @@ def running(
             time.sleep(0.01)
         key = options.get("api_key")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        yield Running(server.url, engine, model, server.config.app.state.service, headers)
+        yield Running(server.url, engine, model, server.config.app.state.backend, headers)
     finally:
         server.should_exit = True
         thread.join(30)

@@ -269,7 +269,7 @@ def chat(
     from rewarm import pocket
     from rewarm.values import Sampling
 
-    from .chat import Chat, ChatOptions
+    from .chat import ChatOptions, Conversation
 
     console = Console()
     built_in = model == pocket.BUILT_IN
@@ -302,7 +302,7 @@ def chat(
             raise NotReady(engine.detail)
         hint = "/help says what to ask it" if built_in else "/help lists the commands"
         console.print(f"[bold]{model}[/]  [dim]{hint}, Ctrl-D leaves[/]")
-        Chat(engine, options, console).run()
+        Conversation(engine, options, console).run()
     finally:
         engine.stop()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as ProgressBar
 
-from rewarm.engine import Engine, Request
-from rewarm.errors import InvalidPrompt, NotPrivate, NotReady, RewarmError
+from rewarm.engine import Engine
+from rewarm.errors import NotPrivate, NotReady, RewarmError
+from rewarm.generate.generation import Delta, Event, Progress, Reading
+from rewarm.generate.generator import Generator
+from rewarm.generate.options import GenerationOptions
 from rewarm.private import check_file, private_folder
-from rewarm.prompt.parse.answer import Answer, Piece
-from rewarm.prompt.render.renderer import ChatRenderer, Prompt
-from rewarm.values import Cost, Finish, Message, Sampled, Sampling
+from rewarm.prompt.chat import chat_of
+from rewarm.prompt.messages import Part
+from rewarm.values import Cost, Message, Sampling
 
 log = logging.getLogger("rewarm")
 
@@ -45,59 +48,20 @@ class ChatOptions:
     template: dict[str, Any] = field(default_factory=dict)
     warm_ahead: bool = True
     ask: str = ""
-    """What this model can be asked, for /help."""
+    """Questions that this model can be asked, for /help."""
 
 
-@dataclass(frozen=True)
-class _Progress:
-    done: int
-    total: int
-
-
-@dataclass(frozen=True)
-class _End:
-    report: Cost | None
-    error: Exception | None = None
-
-
-class _Sink:
-    """From the engine's thread to the terminal's."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.answer = answer
-        self.tokens = 0
-        self.events: queue.SimpleQueue[_Progress | Piece | _End] = queue.SimpleQueue()
-
-    def prefilled(self, done: int, total: int) -> None:
-        self.events.put(_Progress(done, total))
-
-    def token(self, choice: int, sampled: Sampled) -> bool:
-        self.tokens += 1
-        piece = self.answer.add(sampled.token)
-        self.events.put(piece)
-        return piece.stop is not None
-
-    def ended(self, choice: int, reason: Finish) -> None:
-        self.events.put(self.answer.finish())
-
-    def done(self, report: Cost) -> None:
-        self.events.put(_End(report))
-
-    def failed(self, error: Exception) -> None:
-        self.events.put(_End(None, error))
-
-
-class Chat:
+class Conversation:
     """The conversation, and how a turn of it looks."""
 
     def __init__(self, engine: Engine, options: ChatOptions, console: Console) -> None:
         self.engine = engine
         self.options = options
         self.console = console
-        self.renderer = ChatRenderer(engine.tokenizer)
+        self.generator = Generator(engine, warm_ahead=options.warm_ahead)
         self.system = options.system
         self.messages: list[Message] = []
-        self._running: Request | None = None
+        self._running: Reading | None = None
         self._thinking = False
 
     def run(self) -> None:
@@ -122,10 +86,10 @@ class Chat:
     def _stop(self) -> None:
         """Ctrl-C: the answer ends, the program does not."""
         if self._running is not None:
-            self.engine.cancel(self._running)
+            self.generator.cancel(self._running)
 
     def _command(self, line: str) -> bool:
-        """Whether to go on."""
+        """Carry out a command; false where it ends the chat."""
         name, _, rest = line.partition(" ")
         say = self.console.print
         if name in ("/quit", "/exit"):
@@ -164,49 +128,44 @@ class Chat:
     def _turn(self, line: str) -> None:
         self.messages.append({"role": "user", "content": line})
         try:
-            prompt = self.renderer.render(self._chat(), **self._options())
-            answer = Answer(self.engine.tokenizer, prompt.tokens[prompt.generation :])
-            self._ask(prompt, answer)
+            done = self._answered()
         except RewarmError as error:
             self.messages.pop()
             self.console.print(str(error), style="red", markup=False)
             return
-        if not (answer.text or answer.reasoning or answer.calls):
+        answer = done.choices[0].answer
+        if not answer.parts:
             self.messages.pop()  # stopped before it said anything: as if it was not asked
             return
         self.messages.append(answer.message())
-        if self.options.warm_ahead:
-            self._warm_ahead()
+        # While you read and type, the next prompt is prepared.
+        self.generator.answered(done, done.runs[0])
 
-    def _ask(self, prompt: Prompt, answer: Answer) -> None:
-        sink = _Sink(answer)
-        self._thinking = False
-        request = Request(
-            tokens=prompt.tokens,
-            sink=sink,
-            max_tokens=self.options.max_tokens,
-            sampling=self.options.sampling,
-            boundaries=prompt.boundaries,
-            end_tokens=frozenset(self.engine.tokenizer.eos_token_ids),
+    def _answered(self) -> Reading:
+        first: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        chat = chat_of(first + self.messages, template=self.options.template)
+        options = GenerationOptions(
+            max_tokens=self.options.max_tokens, sampling=self.options.sampling, stream=True
         )
-        self._running = request
-        self.engine.submit(request)
-        end = self._show(sink)
+        self._thinking = False
+        self._running = running = self.generator.start(chat, options)
+        self._show(self.generator.events(running))
         self._running = None
-        if end.report is None:
-            raise end.error or NotReady("the engine stopped")
-        self._summary(end.report, sink.tokens)
+        run = running.runs[0]
+        if run.cost is None:
+            raise run.error or NotReady("the engine stopped")
+        self._summary(run.cost, run.choices[0].tokens)
+        return running
 
-    def _show(self, sink: _Sink) -> _End:
+    def _show(self, events: Iterator[Event]) -> None:
         """Print what comes: a bar while a long prompt is computed, then the answer."""
         began = time.monotonic()
-        bar: Progress | None = None
-        while True:
-            event = sink.events.get()
-            if isinstance(event, _Progress):
+        bar: ProgressBar | None = None
+        for event in events:
+            if isinstance(event, Progress):
                 if bar is None and time.monotonic() - began > WORTH_A_BAR:
                     columns = (TextColumn("[dim]reading"), BarColumn(), MofNCompleteColumn())
-                    bar = Progress(*columns, console=self.console, transient=True)
+                    bar = ProgressBar(*columns, console=self.console, transient=True)
                     bar.add_task("")
                     bar.start()
                 if bar is not None:
@@ -215,19 +174,21 @@ class Chat:
             if bar is not None:
                 bar.stop()
                 bar = None
-            if isinstance(event, _End):
-                return event
-            self._print(event)
+            if isinstance(event, Delta):
+                for part in event.parts:
+                    self._print(part)
 
-    def _print(self, piece: Piece) -> None:
-        self._write(piece.reasoning, "dim")
-        self._thinking |= bool(piece.reasoning)
-        if piece.text and self._thinking:
-            self._thinking = False
-            self._write("\n")
-        self._write(piece.text)
-        for call in piece.calls:
-            self._write(f"\n{call['function']}", "cyan")
+    def _print(self, part: Part) -> None:
+        if part.call is not None:
+            self._write(f"\n{part.call['function']}", "cyan")
+        elif part.kind == "thinking":
+            self._thinking = True
+            self._write(part.text, "dim")
+        else:
+            if self._thinking:
+                self._thinking = False
+                self._write("\n")
+            self._write(part.text)
 
     def _write(self, text: str, style: str | None = None) -> None:
         """As it is: no markup, no wrapping, no end of line."""
@@ -236,29 +197,15 @@ class Chat:
                 text, style=style, end="", markup=False, highlight=False, soft_wrap=True
             )
 
-    def _summary(self, report: Cost, tokens: int) -> None:
-        match = report.match
-        new = report.prefilled - match.replay
+    def _summary(self, cost: Cost, tokens: int) -> None:
+        match = cost.match
+        new = cost.prefilled - match.replay
         again = f", {match.replay:,} again" if match.replay else ""
         share = match.resume / match.tokens
         self.console.print(
             f"\n[dim]{match.tokens:,} tokens: {match.resume:,} cached ({share:.0%}){again}, "
-            f"{new:,} new · first token {report.ttft_ms / 1e3:.2f} s · {tokens:,} written[/]"
+            f"{new:,} new · first token {cost.ttft_ms / 1e3:.2f} s · {tokens:,} written[/]"
         )
-
-    def _warm_ahead(self) -> None:
-        """While you read and type, the next prompt is prepared."""
-        with suppress(InvalidPrompt):
-            ahead = self.renderer.ahead(self._chat(), **self._options())
-            if ahead is not None:
-                self.engine.warm(ahead.tokens, ahead.boundaries)
-
-    def _chat(self) -> list[Message]:
-        first: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        return first + self.messages
-
-    def _options(self) -> dict[str, Any]:
-        return {"every_turn": self.engine.cache.reuse == "exact", **self.options.template}
 
 
 @contextmanager

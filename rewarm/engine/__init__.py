@@ -1,9 +1,12 @@
 """The one thread that runs the model: requests in, tokens out."""
 
-from .engine import Engine, EngineStats, Loaded
+from .core import Core, Loaded
+from .engine import Engine
+from .loop import EngineStats
 from .request import Request, Sink
 
 __all__ = [
+    "Core",
     "Engine",
     "EngineStats",
     "Loaded",

@@ -10,7 +10,9 @@ from rewarm.cache.model import context_size
 from rewarm.values import Sampling
 
 from .request import Request, Silent
-from .runner import Runner, Sequence
+from .runner import Runner
+from .running import Running
+from .scheduler import Job
 
 REHEARSED, REHEARSED_ON_CPU = 403, 139
 """Tokens of the longest prompt. On a CPU they cost time at every start, and longer ones compile
@@ -22,7 +24,7 @@ MOST_REHEARSED = 8
 """Tokens of an answer in it, and more than there are."""
 REHEARSED_IN = "4GB"
 """The memory that it may take."""
-DRAWN = Sampling(temperature=1.0, top_p=0.9, top_k=40, min_p=0.01)
+DRAWN = Sampling(temperature=1.0, top_p=0.9, top_k=40, min_p=0.01, seed=0)
 
 
 def rehearse(runner: Runner) -> None:
@@ -37,16 +39,17 @@ def rehearse(runner: Runner) -> None:
     most = REHEARSED_ON_CPU if on_cpu else REHEARSED
     longest = min(most, context_size(runner.model) - MOST_REHEARSED)
     tokens = np.arange(longest, dtype=np.int32) * 7919 % runner.vocabulary
-    running: dict[int, Sequence] = {}
+    running: dict[int, Running] = {}
     lengths = {longest - MANY - FEW, longest - FEW, longest}
     for length in sorted(length for length in lengths if length > 0):
         sampling = DRAWN if length == longest else Sampling()
         request = Request(tokens[:length], Silent(), MOST_REHEARSED, sampling)
-        sequence = Sequence(length, request.tokens, request, max_tokens=request.max_tokens)
+        sequence = Running(length, request.tokens, request, max_tokens=request.max_tokens)
         running[sequence.id] = sequence
-        alone.start(sequence)
-        while not alone.prefill(sequence):
-            pass
+        one_pass = alone.start(sequence)
+        job = Job(length, b"", length - 1, cuts=sequence.leased.cuts, one_pass=one_pass)
+        while (piece := job.piece(sequence.position)).size:
+            alone.prefill(sequence, piece)
         sequence.give(alone.open(sequence).token)
         failed = alone.join()
         for _ in range(2):

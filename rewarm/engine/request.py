@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -33,6 +34,9 @@ class Sink(Protocol):
 
     def failed(self, error: Exception) -> None:
         """The request cannot be answered. The last call."""
+
+
+_numbers = itertools.count(1)
 
 
 class Silent:
@@ -73,3 +77,5 @@ class Request:
     """Above 1: this prompt is likelier than others to be asked for again."""
     name: str = ""
     """For the log."""
+    id: int = field(default_factory=lambda: next(_numbers))
+    """A number of its own, by which it is cancelled."""

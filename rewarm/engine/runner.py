@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,24 +12,16 @@ import mlx.core as mx
 import numpy as np
 
 from rewarm.accel.launch import is_cuda
-from rewarm.cache import Lease, PrefixCache
+from rewarm.cache import PrefixCache
 from rewarm.device import device_bytes
-from rewarm.values import (
-    Alternative,
-    Boundary,
-    Cost,
-    Cut,
-    Finish,
-    Kind,
-    Match,
-    Miss,
-    Sampled,
-    Tokens,
-)
+from rewarm.values import Alternative, Cut, Kind, Sampled
 
-from .decode.batch import MOST_PADDING, Batch, Costs, Start, Step, wastes_little
+from .decode.base import Decoder, Start, Step
+from .decode.batch import MOST_PADDING, Batch, wastes_little
+from .decode.check import Costs
 from .decode.sampling import make_processors, make_sampler
-from .request import Request
+from .running import Running
+from .scheduler import Piece
 
 log = logging.getLogger("rewarm.engine")
 
@@ -45,78 +36,15 @@ ONE_PASS, CUDA_ONE_PASS = 32, 256
 """Tokens of a prompt's last piece with its last token: a pass less for whoever waits, but the model
 computes the logits of all of them."""
 
+PACE = 0.01
+"""The seconds that a prompt token is taken to need before any was computed."""
+LEAST_TIMED = 64
+"""Tokens of a piece whose time says something about others."""
+NEWEST = 0.3
+"""The share of the newest piece in the pace."""
+
 MOST_ROOM = 4096
 """Tokens of an answer that a restored cache has room for; a longer one grows by copying."""
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One answer to a request, or a prompt that is warmed ahead, and where it stands."""
-
-    id: int
-    prompt: Tokens
-    request: Request | None = None
-    choice: int = 0
-    boundaries: tuple[Boundary, ...] = ()
-    marks: tuple[int, ...] = ()
-    salt: str | None = None
-    max_tokens: int = 0
-    generated: list[int] = field(default_factory=list)
-    lease: Lease | None = None
-    admitted: bool = False
-    isolated: bool = False
-    """Its batch failed once: it decodes alone from then on, so that a second failure is its own."""
-    ended: Finish | None = None
-    submitted: float = field(default_factory=time.perf_counter)
-    started: float | None = None
-    first_token: float | None = None
-    match: Match | None = None
-    resumed_at: Kind | None = None
-    match_ms: float = 0.0
-    restore_ms: float = 0.0
-    restored_bytes: int = 0
-    miss: Miss | None = None
-
-    @property
-    def warm(self) -> bool:
-        return self.request is None
-
-    @property
-    def tokens(self) -> Tokens:
-        """The prompt, and what was generated after it."""
-        if not self.generated:
-            return self.prompt
-        return np.concatenate([self.prompt, np.asarray(self.generated, np.int32)])
-
-    @property
-    def position(self) -> int:
-        """Prompt tokens that are in its caches."""
-        return self.lease.position if self.lease is not None else 0
-
-    def give(self, token: int) -> None:
-        """A token that was generated."""
-        if self.first_token is None:
-            self.first_token = time.perf_counter()
-        self.generated.append(token)
-
-    def report(self) -> Cost:
-        now = time.perf_counter()
-        started = self.started or now
-        match = self.match or Match(len(self.prompt))
-        computed = match.tokens if self.admitted else max(self.position, match.resume)
-        ran_ms = ((self.first_token or now) - started) * 1e3
-        return Cost(
-            match=match,
-            resumed_at=self.resumed_at,
-            prefilled=computed - match.resume,
-            queued_ms=(started - self.submitted) * 1e3,
-            match_ms=self.match_ms,
-            restore_ms=self.restore_ms,
-            prefill_ms=max(ran_ms - self.match_ms - self.restore_ms, 0.0),
-            ttft_ms=((self.first_token or now) - self.submitted) * 1e3,
-            restored_bytes=self.restored_bytes,
-            miss=self.miss,
-        )
 
 
 class Failed(NamedTuple):
@@ -143,128 +71,120 @@ class Runner:
         vocabulary: int,
         costs: Costs | None = None,
         batched: bool = False,
+        decoder: type[Decoder] = Batch,
     ) -> None:
         self.model = model
         self.cache = cache
         self.vocabulary = vocabulary
         self.costs = costs or Costs(0, 0)
         self.batched = batched
-        self._shared: list[Batch] = []
+        self.decoder = decoder
+        self._shared: list[Decoder] = []
         """Usually one; more where lengths differ so much that padding would cost more."""
-        self._alone: list[Batch] = []
+        self._alone: list[Decoder] = []
         """Of one sequence each: of models that cannot share, and after a failure."""
-        self._opened: list[Batch] = []
-        """Of one sequence each, about to be shared."""
+        self._opened: list[Decoder] = []
+        """Of one running each, about to be shared."""
         self.prefilled_tokens = 0
         self.warm_tokens = 0
+        self.pace = PACE
+        """The seconds that a prompt token takes to compute, of late."""
         self._one_pass = CUDA_ONE_PASS if is_cuda() else ONE_PASS
         self._since_clearing = 0
         self._kept = CUDA_KEEPS * device_bytes() if is_cuda() else 0
 
     def renewed(self) -> Runner:
         """Another one in its place, with nothing running."""
-        new = Runner(self.model, self.cache, self.vocabulary, self.costs, self.batched)
+        new = Runner(
+            self.model, self.cache, self.vocabulary, self.costs, self.batched, self.decoder
+        )
         new.prefilled_tokens, new.warm_tokens = self.prefilled_tokens, self.warm_tokens
+        new.pace = self.pace
         return new
 
     def bytes_for(self, tokens: int) -> int:
-        """What a sequence of this length takes while it runs; in a batch, with its padding."""
+        """What a running of this length takes while it runs; in a batch, with its padding."""
         padded = MOST_PADDING if self.batched else 1.0
         return self.costs.fixed + int(self.costs.row * tokens * padded)
 
-    def start(self, sequence: Sequence) -> None:
-        """Match and restore."""
-        sequence.started = sequence.started or time.perf_counter()
+    def start(self, running: Running) -> int:
+        """Match and restore. Returns the size that its last piece must stay below to go through the
+        prompt's last token, instead of a pass of its own."""
+        running.started = running.started or time.perf_counter()
         lease = self.cache.acquire(
-            sequence.tokens,
-            salt=sequence.salt,
-            boundaries=sequence.boundaries,
-            marks=sequence.marks,
-            headroom=min(sequence.max_tokens - len(sequence.generated), MOST_ROOM),
-            warm=sequence.warm,
-            hint=sequence.request.hint if sequence.request is not None else 1.0,
+            running.tokens,
+            salt=running.salt,
+            boundaries=running.boundaries,
+            marks=running.marks,
+            headroom=min(running.max_tokens - len(running.generated), MOST_ROOM),
+            warm=running.warm,
+            hint=running.request.hint if running.request is not None else 1.0,
+            fetch=running.fetch or False,
         )
-        sequence.lease = lease
-        if sequence.match is None:
-            cost = lease.cost
-            sequence.match, sequence.resumed_at = cost.match, cost.resumed_at
-            sequence.match_ms, sequence.restore_ms = cost.match_ms, cost.restore_ms
-            sequence.restored_bytes, sequence.miss = cost.restored_bytes, cost.miss
-
-    def next_piece(self, sequence: Sequence, awaited: Iterable[int] = ()) -> int:
-        """How many tokens come next. `awaited` are positions that other requests wait for."""
-        lease = _leased(sequence)
-        for position in awaited:
-            self.cache.mark(lease, position)
-        return next((c.stop - lease.position for c in lease.cuts if c.stop > lease.position), 0)
-
-    def prefill(self, sequence: Sequence) -> bool:
-        """One chunk; whether all but the last token is computed now."""
-        lease = _leased(sequence)
-        cut = next((c for c in lease.cuts if c.stop > lease.position), None)
-        if cut is not None:
-            stop = cut.stop + self._takes_last_token(sequence, cut)
-            chunk = mx.array(lease.tokens[lease.position : stop])
-            try:
-                logits = self.model(chunk[None], cache=lease.caches)
-                if stop > cut.stop:
-                    lease.logits = mx.contiguous(logits[:, -1:])  # not a view of all of them
-                    mx.eval(lease.logits)
-                mx.eval([c.state for c in lease.caches])
-            except BaseException:
-                lease.caches = []  # some layers have gone on, others not: nobody may store that
-                raise
-            if sequence.warm:
-                self.warm_tokens += chunk.size
-            else:
-                # A token that was generated before a new start is none of the prompt's.
-                generated = sequence.admitted and stop > cut.stop
-                self.prefilled_tokens += chunk.size - generated
-            self.cache.commit(lease, stop, checkpoint=cut.checkpoint)
-            self._computed(chunk.size)
-        return lease.position >= len(lease.tokens) - 1
-
-    def _takes_last_token(self, sequence: Sequence, cut: Cut) -> bool:
-        """Whether a piece goes through the prompt's last token, instead of a pass of its own.
-
-        Only where rows are all there is: else the same prompt again could not go on before it. And
-        not beyond the cache's limit: a piece that ends there is cut where every other run cuts it.
-        """
-        lease, layout = _leased(sequence), self.cache.layout
+        running.start(lease)
+        layout = self.cache.layout
+        # Where rows are all there is: else the same prompt again could not go on before it. And not
+        # beyond the cache's limit: a piece that ends there is cut where every other run cuts it.
         only_rows = layout.has_rows and not layout.has_state and not layout.has_window
-        return (
-            cut.stop == len(lease.tokens) - 1
-            and cut.stop - lease.position < self._one_pass
-            and only_rows
-            and len(lease.tokens) <= self.cache.limit
-            and self.cache.reuse == "fast"
-            and not sequence.warm
-        )
+        fast = self.cache.reuse == "fast" and len(lease.tokens) <= self.cache.limit
+        return self._one_pass if only_rows and fast and not running.warm else 0
 
-    def open(self, sequence: Sequence) -> Step:
+    def mark(self, running: Running, positions: Iterable[int]) -> list[Cut]:
+        """Divide a prompt where others wait for it. Returns its cuts."""
+        for position in sorted(positions):
+            self.cache.mark(running.leased, position)
+        return running.leased.cuts
+
+    def prefill(self, running: Running, piece: Piece) -> None:
+        """Compute a piece of a prompt, and store it."""
+        lease = running.leased
+        if not piece.size:
+            return
+        began = time.perf_counter()
+        chunk = mx.array(lease.tokens[piece.start : piece.stop])
+        try:
+            logits = self.model(chunk[None], cache=lease.caches)
+            if piece.stop == len(lease.tokens):
+                lease.logits = mx.contiguous(logits[:, -1:])  # not a view of all of them
+                mx.eval(lease.logits)
+            mx.eval([c.state for c in lease.caches])
+        except BaseException:
+            lease.caches = []  # some layers have gone on, others not: nobody may store that
+            raise
+        if chunk.size >= LEAST_TIMED:
+            pace = (time.perf_counter() - began) / chunk.size
+            self.pace += (pace - self.pace) * NEWEST if self.prefilled_tokens else pace - self.pace
+        if running.warm:
+            self.warm_tokens += chunk.size
+        else:
+            # A token that was generated before a new start is none of the prompt's.
+            generated = running.admitted and lease.logits is not None
+            self.prefilled_tokens += chunk.size - generated
+        self.cache.commit(lease, piece.stop, checkpoint=piece.checkpoint)
+        self._computed(chunk.size)
+
+    def open(self, running: Running) -> Step:
         """Its first step, alone: what is wrong with it shows here."""
-        lease, request = _leased(sequence), sequence.request
-        if request is None:
-            raise TypeError("warm-ahead does not decode")
-        batch = Batch(
+        lease, request = running.leased, running.requested
+        batch = self.decoder(
             self.model,
             Start(
-                id=sequence.id,
+                id=running.id,
                 caches=lease.caches,
                 tokens=lease.tokens,
                 sampler=make_sampler(
-                    request.sampling, sequence.choice, len(sequence.generated), self.vocabulary
+                    request.sampling, running.choice, len(running.generated), self.vocabulary
                 ),
                 processors=make_processors(request),
                 logits=lease.logits,
             ),
         )
-        if not sequence.admitted:
-            sequence.admitted = True
+        if not running.admitted:
+            running.admitted = True
             self.prefilled_tokens += lease.logits is None
         # The batch has them now; held here too, they would be kept after it merged them.
         lease.caches, lease.logits = [], None
-        shares = self.batched and not sequence.isolated
+        shares = self.batched and not running.isolated
         (self._opened if shares else self._alone).append(batch)
         return batch.first()
 
@@ -317,58 +237,54 @@ class Runner:
         for batches in self._batches:
             batches[:] = [b for b in batches if gone.isdisjoint(b.ids)]
 
-    def leave(self, sequences: Collection[Sequence], *, keep: bool = True) -> None:
+    def leave(self, sequences: Collection[Running], *, keep: bool = True) -> None:
         """Out of their batches and leases, with all that was computed stored (or not)."""
-        for sequence in sequences:
+        for running in sequences:
+            running.stop_fetching()
             if keep:
-                self._store_all(sequence)
-            if sequence.lease is not None:
-                sequence.lease.release()
-                sequence.lease = None
+                self._store_all(running)
+            if running.lease is not None:
+                running.lease.release()
+                running.lease = None
         gone = {s.id for s in sequences}
         for batches in self._batches:
             for batch in batches:
                 batch.remove(gone)
             batches[:] = [b for b in batches if len(b)]
 
-    def window_is_full(self, sequence: Sequence) -> bool:
-        """Whether the next step overwrites a row that was not stored yet."""
-        window = self.cache.layout.shortest_window
-        return bool(window) and len(sequence.generated) % max(window - 1, 1) == 0
-
-    def store_answer(self, sequence: Sequence, checkpoint: Kind | None = None) -> None:
+    def store_answer(self, running: Running, checkpoint: Kind | None = None) -> None:
         """What was decoded so far."""
-        batch = self._batch_of(sequence)
+        batch = self._batch_of(running)
         if batch is None or self.cache.reuse == "exact":
             return
-        lease = _leased(sequence)
-        done = len(lease.tokens) - len(sequence.prompt)
-        computed = len(sequence.generated) - batch.is_ahead(sequence.id)
-        lease.extend(sequence.generated[done:computed])
+        lease = running.leased
+        done = len(lease.tokens) - len(running.prompt)
+        computed = len(running.generated) - batch.is_ahead(running.id)
+        lease.extend(running.generated[done:computed])
         try:
-            lease.caches = batch.caches(sequence.id)
+            lease.caches = batch.caches(running.id, running.unused)
             self.cache.commit(lease, len(lease.tokens), origin="decode", checkpoint=checkpoint)
         except Exception:
             lease.stopped_storing = True
             log.exception("an answer could not be stored; it will be computed again")
         lease.caches = []
 
-    def _store_all(self, sequence: Sequence) -> None:
-        lease = sequence.lease
+    def _store_all(self, running: Running) -> None:
+        lease = running.lease
         if lease is None:
             return
-        if self._batch_of(sequence) is not None:
-            if sequence.generated:
-                self.store_answer(sequence, "answer")
+        if self._batch_of(running) is not None:
+            if running.generated:
+                self.store_answer(running, "answer")
         elif lease.position > lease.cost.match.resume and lease.caches:
             # The prefill ends here, too early: without a checkpoint, recurrent layers lose it all.
             self.cache.commit(lease, lease.position, checkpoint="end")
 
-    def _batch_of(self, sequence: Sequence) -> Batch | None:
-        return next((b for b in chain(*self._batches) if sequence.id in b.ids), None)
+    def _batch_of(self, running: Running) -> Decoder | None:
+        return next((b for b in chain(*self._batches) if running.id in b.ids), None)
 
     @property
-    def _batches(self) -> tuple[list[Batch], ...]:
+    def _batches(self) -> tuple[list[Decoder], ...]:
         return self._shared, self._alone, self._opened
 
 
@@ -380,9 +296,3 @@ def alternatives(logprobs: mx.array, token: int, count: int) -> Sampled:
     return Sampled(
         token, float(row[token]), tuple(Alternative(int(i), float(row[i])) for i in best)
     )
-
-
-def _leased(sequence: Sequence) -> Lease:
-    if sequence.lease is None:
-        raise RuntimeError(f"sequence {sequence.id} has no lease")
-    return sequence.lease

@@ -2,15 +2,20 @@
 
 No model, no clock and no thread here, so the policy is tested with thousands of simulated requests.
 Time is counted in prompt tokens prefilled by anyone.
+
+A turn is planned in two phases. `preparation` names, one after the other, what must be done before
+the rest can be planned: what the tree gives a prompt decides where its pieces end. Then `plan` says
+all that is computed in the turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rewarm.cache.tree import WIDTH, agreement
+from rewarm.values import Cut, Kind
 
 AGEING = 4
 """A prompt is overtaken by about this many times its own work, and no more."""
@@ -18,7 +23,19 @@ AGEING = 4
 WORTH_WAITING = 16
 """Tokens that another request must be about to compute for it to be waited for."""
 
-Stage = Literal["waiting", "prefilling", "ready", "decoding"]
+MOST_WARM = 64
+"""Warm-ahead that waits; beyond it the oldest is forgotten."""
+
+OVER = -1
+"""The position of a job whose prompt will be done."""
+
+MOST_FETCHING = 4
+"""Prompts that are fetched at once, with those that are fetched and have not started."""
+
+Stage = Literal["waiting", "fetching", "prefilling", "ready", "decoding"]
+
+UNDECIDED: tuple[Stage, ...] = ("waiting", "fetching", "prefilling")
+"""The stages in which a job's prompt is not computed yet."""
 
 
 @dataclass(eq=False)
@@ -37,8 +54,18 @@ class Job:
     """What it will take to run, reserved when its prefill starts."""
     warm: bool = False
     """Warm-ahead: run when there is nothing else."""
+    fetch: bool = False
+    """Lower tiers are asked before it starts."""
+    fetched: bool = False
+    """It holds what was fetched for it."""
     stage: Stage = "waiting"
     position: int = 0
+    cuts: Sequence[Cut] = ()
+    """Where its prefill is divided, once it has started."""
+    one_pass: int = 0
+    """A last piece of fewer tokens than this goes through the prompt's last token, too."""
+    unstored: int = 0
+    """Tokens that were decoded since its answer was stored last."""
     arrived: int = 0
     leader: Job | None = None
     """The earlier job that is about to compute what this one needs."""
@@ -51,34 +78,94 @@ class Job:
 
     @property
     def at(self) -> int:
-        return self.position if self.stage != "waiting" else self.known
+        return self.position if self.has_started else self.known
+
+    @property
+    def has_started(self) -> bool:
+        return self.stage not in ("waiting", "fetching")
+
+    def piece(self, start: int) -> Piece:
+        """The next piece of its prompt."""
+        cut = next((c for c in self.cuts if c.stop > start), Cut(start, None))
+        done = cut.stop >= self.stop
+        through = done and start < cut.stop and cut.stop - start < self.one_pass
+        return Piece(self.id, start, cut.stop + through, cut.checkpoint, done)
+
+
+class Piece(NamedTuple):
+    """A part of a prompt that is computed in one pass, stored, and followed by a checkpoint.
+
+    One that fails ends its request. After the `last` one a request is ready to decode, and
+    warm-ahead is over.
+    """
+
+    id: int
+    start: int
+    stop: int
+    checkpoint: Kind | None
+    last: bool
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class Preparation(NamedTuple):
+    """Something that is done before a turn is planned.
+
+    - forget: end warm-ahead that is too old
+    - pause: let a request go before warm-ahead, which begins again later; what it did is stored
+    - fetch: ask lower tiers for a prompt, which waits for the answer while others go on
+    - start: match a prompt and restore what is known of it
+    - mark: divide a prompt where others wait for it
+    """
+
+    what: Literal["forget", "pause", "fetch", "start", "mark"]
+    id: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One turn. Carried out in the order of the fields."""
+    """What is computed in one turn. Carried out in the order of the fields.
+
+    A sequence that failed or ended meanwhile is left out; nothing else depends on the outcome.
+    """
 
     admit: tuple[int, ...] = ()
-    """Prefilled sequences that enter the batch."""
+    """Prefilled sequences that take their first step alone, and then enter a batch. One that fails
+    ends its request; where a batch cannot take newcomers, all of it start over, alone."""
+    store: tuple[int, ...] = ()
+    """Answers that are stored before a step overwrites what they need of their windows."""
     decode: bool = False
-    pause: int | None = None
-    """Warm-ahead that must let a request go first."""
-    prefill: int | None = None
-    """Start it where it has not begun, then compute one chunk."""
+    """One step of all batches. Tokens go to their sinks; an answer that ends is stored and leaves;
+    the sequences of a batch that fails start over, alone."""
+    prefill: tuple[Piece, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.admit or self.decode or self.pause is not None) or self.prefill is not None
+        return bool(self.admit or self.decode or self.prefill)
 
 
 class Scheduler:
     """Keeps the queue. The caller reports what happened; `plan` says what to do next."""
 
-    def __init__(self, max_batch: int, room: int) -> None:
+    def __init__(
+        self, max_batch: int, room: int, chunk: int, window: int = 0, step: int = 1
+    ) -> None:
         self.max_batch = max_batch
         self.room = room
         """Bytes that running requests may take together."""
+        self.chunk = chunk
+        """Prompt tokens of a turn."""
+        self.window = window
+        """The shortest window of the model's layers; 0 where it has none."""
+        self.step = step
+        """The most tokens that a step of decoding gives to a sequence."""
         self.jobs: dict[int, Job] = {}
         self.clock = 0
+
+    def renewed(self) -> Scheduler:
+        """Another one in its place, with nothing to do."""
+        return Scheduler(self.max_batch, self.room, self.chunk, self.window, self.step)
 
     def add(self, job: Job) -> None:
         job.arrived = self.clock
@@ -108,11 +195,153 @@ class Scheduler:
                 job.known = max(job.known, min(job.until, gone.at))
                 self._follow(job)
 
-    def moved(self, job_id: int, position: int, stage: Stage) -> None:
-        """A job's prefill stands at `position` now."""
+    def fetching(self, job_id: int) -> None:
+        """Lower tiers are asked for a job's prompt."""
         job = self.jobs[job_id]
-        if stage == "prefilling" and job.stage == "prefilling":
-            self.clock += position - job.position
+        job.stage, job.fetch = "fetching", False
+
+    def fetched(self, job_id: int, known: int = 0) -> None:
+        """A job waits no longer for lower tiers: they gave it `known` tokens, or nothing."""
+        job = self.jobs[job_id]
+        job.stage, job.fetch, job.fetched = "waiting", False, bool(known)
+        job.known = max(job.known, known)
+        self._follow(job)
+
+    def started(self, job_id: int, position: int, cuts: Sequence[Cut], one_pass: int = 0) -> None:
+        """A job's prefill begins, at what was known of it."""
+        job = self.jobs[job_id]
+        job.cuts, job.one_pass, job.fetched = cuts, one_pass, False
+        self._at(job, position, "prefilling")
+
+    def marked(self, job_id: int, cuts: Sequence[Cut]) -> None:
+        """A job's prompt is divided where others wait for it."""
+        self.jobs[job_id].cuts = cuts
+        self.jobs[job_id].marks.clear()
+
+    def computed(self, piece: Piece) -> None:
+        """A piece of a prompt is done."""
+        job = self.jobs[piece.id]
+        self.clock += piece.size
+        self._at(job, min(piece.stop, job.stop), "ready" if piece.last else "prefilling")
+
+    def admitted(self, job_id: int) -> None:
+        job = self.jobs[job_id]
+        job.unstored = 0
+        self._at(job, job.stop, "decoding")
+
+    def decoded(self, job_id: int, tokens: int = 1) -> None:
+        """A job's answer has grown."""
+        self.jobs[job_id].unstored += tokens
+
+    def stored(self, job_id: int) -> None:
+        """A job's answer is in the tree."""
+        self.jobs[job_id].unstored = 0
+
+    def back(self, job_id: int, data: bytes, stop: int, known: int) -> None:
+        """A job that ran has to start over, with what it generated as part of its prompt."""
+        job = self.jobs[job_id]
+        job.data, job.stop, job.known = data, stop, known
+        job.stage, job.position, job.fetch = "waiting", 0, False
+
+    def preparation(self) -> Preparation | None:
+        """The next thing to do before `plan`; None once there is none left."""
+        warm = [j for j in self.jobs.values() if j.warm]
+        if len(warm) > MOST_WARM:
+            return Preparation("forget", warm[0].id)
+        started = next((j for j in warm if j.stage == "prefilling"), None)
+        if started is not None and (self._decodes() or self._next_request({}) is not None):
+            return Preparation("pause", started.id)
+        for job in self.jobs.values():
+            if job.stage == "prefilling" and job.marks:
+                return Preparation("mark", job.id)
+        if sum(j.stage == "fetching" or j.fetched for j in self.jobs.values()) < MOST_FETCHING:
+            # Only what is about to start: it holds memory from then on.
+            soon = [j for j in self._by_urgency({}) if not j.has_started][:MOST_FETCHING]
+            below = next((j for j in soon if j.fetch and self._may_start(j)), None)
+            if below is not None:
+                return Preparation("fetch", below.id)
+        _, waits = self._pieces()
+        return Preparation("start", waits.id) if waits is not None else None
+
+    def plan(self) -> Plan:
+        decoding = [j for j in self.jobs.values() if j.stage == "decoding"]
+        ready = [j.id for j in self.jobs.values() if j.stage == "ready"]
+        admit = tuple(ready[: self.max_batch - len(decoding)])
+        most = max(self.window - self.step, 1)
+        full = [j.id for j in decoding if self.window and j.unstored >= most]
+        pieces, _ = self._pieces()
+        return Plan(admit, tuple(full), bool(decoding or admit), tuple(pieces))
+
+    def _decodes(self) -> bool:
+        return any(j.stage in ("ready", "decoding") for j in self.jobs.values())
+
+    def _pieces(self) -> tuple[list[Piece], Job | None]:
+        """The pieces that share the time of one chunk: short prompts, and short pieces between two
+        checkpoints. They end before a job that would be next and has not started, which is given
+        with them, and where somebody who waits can go on."""
+        pieces: list[Piece] = []
+        at: dict[int, int] = {}
+        left = self.chunk
+        warm = self._warm() if not self._decodes() and self._next_request(at) is None else None
+        while left > 0:
+            job = warm or self._next_request(at)
+            if job is None or job.stage == "waiting":
+                return pieces, job
+            piece = job.piece(at.get(job.id, job.position))
+            if pieces and piece.size > left:
+                break
+            pieces.append(piece)
+            at[job.id] = OVER if piece.last else piece.stop
+            left -= max(piece.size, 1)
+            if (warm and piece.last) or self._lets_go_on(piece):
+                break
+        return pieces, None
+
+    def _warm(self) -> Job | None:
+        warm = [j for j in self.jobs.values() if j.warm]
+        return next((j for j in warm if j.stage == "prefilling"), warm[0] if warm else None)
+
+    def _lets_go_on(self, piece: Piece) -> bool:
+        leader = self.jobs[piece.id]
+        return any(
+            j.leader is leader and (piece.last or piece.stop >= j.until) for j in self.jobs.values()
+        )
+
+    def _next_request(self, at: Mapping[int, int]) -> Job | None:
+        """The request that computes next. `at`: how far jobs will be by then, `OVER` where nothing
+        is left to prefill."""
+        runnable = self._by_urgency(at)
+        for job in runnable:
+            if job.stage == "prefilling" or (not job.fetch and self._may_start(job)):
+                return job
+            if not self._may_start(job):
+                # Nobody new goes before it, or it might never find the room it needs.
+                return next((j for j in runnable if j.stage == "prefilling"), None)
+        return None
+
+    def _by_urgency(self, at: Mapping[int, int]) -> list[Job]:
+        """Requests that wait for no other: shortest remaining first, with ageing; a leader counts
+        for those who wait for it."""
+        urgency: dict[int, float] = {}
+        queue = [
+            j
+            for j in self.jobs.values()
+            if not j.warm and j.stage in ("waiting", "prefilling") and at.get(j.id) != OVER
+        ]
+        # Leaders arrived before their followers: going backwards, a chain is summed up once.
+        for job in reversed(queue):
+            leader = job.leader
+            begin = job.until if leader is not None else at.get(job.id, job.at)
+            own = job.stop - begin - (self.clock - job.arrived) / AGEING
+            urgency[job.id] = min(own, urgency.get(job.id, own))
+            if leader is not None:
+                via = urgency[job.id] + job.until - at.get(leader.id, leader.at)
+                urgency[leader.id] = min(via, urgency.get(leader.id, via))
+        free = (j for j in queue if j.leader is None)
+        return sorted(free, key=lambda j: urgency[j.id])
+
+    def _at(self, job: Job, position: int, stage: Stage) -> None:
+        """A job stands at `position` now: whoever waited for that goes on."""
         job.position, job.stage = position, stage
         job.leader = None
         for follower in self.jobs.values():
@@ -120,57 +349,9 @@ class Scheduler:
                 follower.known = max(follower.known, min(follower.until, position))
                 self._follow(follower)
 
-    def back(self, job_id: int, data: bytes, stop: int, known: int) -> None:
-        """A job that ran has to start over, with what it generated as part of its prompt."""
-        job = self.jobs[job_id]
-        job.data, job.stop, job.known = data, stop, known
-        job.stage, job.position = "waiting", 0
-
-    def plan(self) -> Plan:
-        decoding = sum(j.stage == "decoding" for j in self.jobs.values())
-        ready = [j.id for j in self.jobs.values() if j.stage == "ready"]
-        admit = tuple(ready[: self.max_batch - decoding])
-        decode = bool(decoding or admit)
-        chosen = self._next_prefill()
-        warm = next((j for j in self.jobs.values() if j.warm and j.stage == "prefilling"), None)
-        if chosen is not None or decode:
-            return Plan(
-                admit,
-                decode,
-                pause=warm.id if warm is not None else None,
-                prefill=chosen.id if chosen is not None else None,
-            )
-        if warm is None:
-            warm = next((j for j in self.jobs.values() if j.warm), None)
-        return Plan(prefill=warm.id if warm is not None else None)
-
-    def _next_prefill(self) -> Job | None:
-        """Shortest remaining first, with ageing; a leader counts for those who wait for it."""
-        urgency: dict[int, float] = {}
-        queue = [
-            j for j in self.jobs.values() if not j.warm and j.stage in ("waiting", "prefilling")
-        ]
-        # Leaders arrived before their followers: going backwards, a chain is summed up once.
-        for job in reversed(queue):
-            begin = job.until if job.leader is not None else job.at
-            own = job.stop - begin - (self.clock - job.arrived) / AGEING
-            urgency[job.id] = min(own, urgency.get(job.id, own))
-            if job.leader is not None:
-                via = urgency[job.id] + job.until - job.leader.at
-                urgency[job.leader.id] = min(via, urgency.get(job.leader.id, via))
-        runnable = sorted((j for j in queue if j.leader is None), key=lambda j: urgency[j.id])
-        for job in runnable:
-            if job.stage == "prefilling":
-                return job
-            if self._may_start(job):
-                return job
-            # Nobody new goes before it, or it might never find the room it needs.
-            return next((j for j in runnable if j.stage == "prefilling"), None)
-        return None
-
     def _may_start(self, job: Job) -> bool:
         """Whether there is room to run one more. Alone, anything may try."""
-        running = [j for j in self.jobs.values() if j.stage != "waiting" and not j.warm]
+        running = [j for j in self.jobs.values() if j.has_started and not j.warm]
         if not running:
             return True
         undecided = sum(j.stage != "decoding" for j in running)
@@ -185,7 +366,7 @@ class Scheduler:
         best = job.known + WORTH_WAITING
         for other_id, shared in job.agrees.items():
             other = self.jobs.get(other_id)
-            if other is None or other.stage not in ("waiting", "prefilling"):
+            if other is None or other.stage not in UNDECIDED:
                 continue
             if shared >= best and other.at < shared:
                 best = shared + 1
@@ -195,5 +376,5 @@ class Scheduler:
 
     def _ahead_of(self, job: Job) -> Iterator[Job]:
         for other in self.jobs.values():
-            if other.salt == job.salt and other.stage in ("waiting", "prefilling"):
+            if other.salt == job.salt and other.stage in UNDECIDED:
                 yield other

@@ -1,4 +1,4 @@
-"""How often Pocket is right, on names and values it never saw.
+"""An exam of Pocket, on names and values that it never saw.
 
     python -m rewarm.pocket.evaluate
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,12 +21,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rewarm import PrefixCache, load
-from rewarm.engine import Engine, Loaded, Request
+from rewarm.engine import Engine, Loaded
 from rewarm.errors import InvalidOption, NotReady, RewarmError
+from rewarm.generate.generation import Reading
+from rewarm.generate.generator import Generator
+from rewarm.generate.options import GenerationOptions
 from rewarm.options import EngineOptions
+from rewarm.prompt.chat import chat_of
 from rewarm.prompt.parse.answer import Answer
 from rewarm.prompt.render.renderer import ChatRenderer
-from rewarm.values import Cost, Finish, Message, Sampled
+from rewarm.values import Message
 
 from .conversations import conversation
 from .draw import Draw
@@ -48,8 +51,6 @@ class Question:
     turn: Turn
     replies: list[Message] = field(default_factory=list)
     right: bool = False
-    tokens: int = 0
-    over: threading.Event = field(default_factory=threading.Event)
 
     def messages(self) -> list[Message]:
         """As a client sends them: with what Pocket itself said so far."""
@@ -59,7 +60,7 @@ class Question:
         return said
 
     def take(self, answer: Answer) -> bool:
-        """Whether there is more to ask."""
+        """Note an answer. True: there is more to ask."""
         step = self.turn.steps[len(self.replies)]
         self.replies.append(answer.message())
         if step.call is None:
@@ -77,63 +78,27 @@ class Examiner:
     """Puts questions to an engine, many at a time."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.renderer = ChatRenderer(engine.tokenizer)
+        self.generator = Generator(engine, warm_ahead=False)
 
     def ask(self, questions: list[Question]) -> Iterator[Question]:
         """Each as it is answered."""
         for at in range(0, len(questions), AT_ONCE):
-            some = questions[at : at + AT_ONCE]
-            for question in some:
-                self._submit(question)
-            for question in some:
-                while not question.over.wait(1.0):
-                    if not self.engine.alive:
-                        raise NotReady(self.engine.detail)
-                yield question
+            asked = [(q, self._start(q)) for q in questions[at : at + AT_ONCE]]
+            while asked:
+                again = []
+                for question, generation in asked:
+                    for _ in self.generator.events(generation):
+                        pass
+                    (run,) = generation.runs
+                    if run.error is None and question.take(run.choices[0].answer):
+                        again.append((question, self._start(question)))
+                    else:
+                        yield question
+                asked = again
 
-    def _submit(self, question: Question) -> None:
-        tools = question.world.schemas()
-        prompt = self.renderer.render(question.messages(), tools)
-        question.tokens = len(prompt.tokens)
-        answer = Answer(self.engine.tokenizer, prompt.tokens[prompt.generation :], tools=tools)
-        self.engine.submit(
-            Request(
-                tokens=prompt.tokens,
-                sink=_Sink(self, question, answer),
-                max_tokens=LONGEST_ANSWER,
-                boundaries=prompt.boundaries,
-                end_tokens=frozenset(self.engine.tokenizer.eos_token_ids),
-            )
-        )
-
-    def answered(self, question: Question, answer: Answer) -> None:
-        if question.take(answer):
-            self._submit(question)
-        else:
-            question.over.set()
-
-
-@dataclass
-class _Sink:
-    examiner: Examiner
-    question: Question
-    answer: Answer
-
-    def prefilled(self, done: int, total: int) -> None: ...
-
-    def token(self, choice: int, sampled: Sampled) -> bool:
-        self.answer.add(sampled.token)
-        return False
-
-    def ended(self, choice: int, reason: Finish) -> None:
-        self.answer.finish()
-
-    def done(self, report: Cost) -> None:
-        self.examiner.answered(self.question, self.answer)
-
-    def failed(self, error: Exception) -> None:
-        self.question.over.set()
+    def _start(self, question: Question) -> Reading:
+        chat = chat_of(question.messages(), question.world.schemas())
+        return self.generator.start(chat, GenerationOptions(max_tokens=LONGEST_ANSWER))
 
 
 def questions(tokenizer: Any, skill: str, length: int, count: int, seed: int = 0) -> list[Question]:

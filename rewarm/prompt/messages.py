@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from rewarm.errors import InvalidPrompt
 from rewarm.values import Message
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names that clients and templates have for an answer's thinking; the first set one counts."""
+
+Call = dict[str, Any]
+"""A tool call in OpenAI's shape."""
+
+
+class Part(NamedTuple):
+    """A stretch of an answer, all of one kind. Every tool call is a part of its own."""
+
+    kind: Literal["thinking", "text", "call"]
+    text: str = ""
+    call: Call | None = None
+
+
+class Said:
+    """Parts of an answer, and what they say by kind."""
+
+    parts: Sequence[Part]
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts if part.kind == "text")
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.parts if part.kind == "thinking")
+
+    @property
+    def calls(self) -> list[Call]:
+        return [part.call for part in self.parts if part.call is not None]
+
+    def message(self) -> Message:
+        """The canonical message of the assistant that says all of it."""
+        return assistant_message(self.text, self.reasoning, self.calls)
+
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -24,6 +58,27 @@ def normalised(messages: Sequence[Any]) -> list[Message]:
     if not messages:
         raise InvalidPrompt("the chat is empty: it needs at least one message")
     return [_normalised(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def assistant_message(text: str, thinking: str = "", calls: Iterable[Call] = ()) -> Message:
+    """The canonical message of the assistant; arguments of calls may be their JSON."""
+    message: Message = {"role": "assistant", "content": text}
+    if thinking:
+        message |= dict.fromkeys(REASONING, thinking)
+    called = [_call(call) for call in calls]
+    if called:
+        message["tool_calls"] = called
+    return message
+
+
+def tool_message(text: str, call_id: str | None, name: str | None = None) -> Message:
+    """The canonical message of a tool's result."""
+    message: Message = {"role": "tool", "content": text}
+    if call_id is not None:
+        message["tool_call_id"] = call_id
+    if name is not None:
+        message["name"] = name
+    return message
 
 
 def is_system(message: Message) -> bool:
@@ -81,9 +136,13 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidPrompt(f"{where}[{i}] needs a function with a name")
-        given = function.get("arguments")
-        clean.append({**call, "function": {**function, "arguments": _arguments(given)}})
+        clean.append(_call(call))
     return clean
+
+
+def _call(call: Mapping[str, Any]) -> Call:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
 
 
 def _arguments(given: Any) -> Any:
@@ -99,7 +158,7 @@ def _arguments(given: Any) -> Any:
     return parsed if isinstance(parsed, dict) else given
 
 
-Dialect = Callable[[list[Message]], list[Message]]
+Rewording = Callable[[list[Message]], list[Message]]
 """Another way to say the same chat, for a template that refuses the first. It changes only what
 such a template refuses, so that the rest is rendered as it was in earlier turns."""
 
@@ -130,10 +189,10 @@ def _words_into_thinking(message: Message) -> Message:
     return {**message, **dict.fromkeys(REASONING, joined), "content": ""}
 
 
-def dialects(chat: list[Message]) -> list[list[Message]]:
+def rewordings(chat: list[Message]) -> list[list[Message]]:
     """The chat as it is, then other ways to say it, each only where it differs."""
     ways = [chat]
-    steps: tuple[Dialect, ...] = (words_into_thinking, system_for_developer, one_system)
+    steps: tuple[Rewording, ...] = (words_into_thinking, system_for_developer, one_system)
     for step in steps:
         other = step(ways[-1])
         if other != ways[-1]:

@@ -1,4 +1,4 @@
-"""How far texts and token sequences agree."""
+"""Lengths up to which texts and token sequences agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors as each API's clients expect them."""
+"""Errors as clients are told of them; each dialect has its own way to say one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import json
 import re
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
 
 from pydantic import ValidationError
-from starlette.responses import JSONResponse
 
 from rewarm.errors import (
     CacheClosed,
@@ -20,24 +18,13 @@ from rewarm.errors import (
     QueueFull,
 )
 
-ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    413: "request_too_large",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 SHOWN = 80
 """Characters of a client's own value that an error repeats."""
 
 
 @dataclass
 class ApiError(Exception):
-    """What is told to a client. The message says what was wrong and what to do."""
+    """An error that a client is told. The message says what was wrong and what to do."""
 
     status: int
     message: str
@@ -69,45 +56,12 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ContextExceeded):
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, (InvalidPrompt, InvalidOption)):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), getattr(error, "param", None))
     return ApiError(500, "the server failed on this request; its log has the reason")
 
 
-def openai_body(error: ApiError) -> dict[str, Any]:
-    if error.status == 429:
-        kind = "rate_limit_error"
-    else:
-        kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {
-        "error": {
-            "message": error.message,
-            "type": kind,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
-
-
-def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
-    kind = ANTHROPIC_TYPES.get(error.status, "api_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": error.message},
-        "request_id": request_id,
-    }
-
-
-def error_response(error: ApiError, path: str, request_id: str) -> JSONResponse:
-    """The path says whose shape the client reads."""
-    if path.startswith("/v1/messages"):
-        body = anthropic_body(error, request_id)
-    else:
-        body = openai_body(error)
-    return JSONResponse(body, error.status, error.headers)
-
-
 def http_error(status: int, method: str, path: str, allowed: str | None) -> ApiError:
-    """What the router could not place."""
+    """The error of a request that has no endpoint."""
     if status == 404:
         return ApiError(404, f"there is no {method} {path[:SHOWN]} here", code="not_found")
     if status == 405:

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from .work import Run, Work
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rewarm.values import Cost
+
+from .errors import ApiError, as_api_error
+
+if TYPE_CHECKING:
+    from rewarm.generate.generation import Choice, Run
+
+    from .work import Work
+
+log = logging.getLogger("rewarm")
 requests_log = logging.getLogger("rewarm.requests")
 
-ENDPOINTS = {
-    "/": "page",
-    "/health": "health",
-    "/metrics": "metrics",
-    "/openapi.json": "schema",
-    "/v1/cache": "cache",
-    "/v1/cache/explain": "explain",
-    "/v1/live": "live",
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-    "/v1/messages": "messages",
-    "/v1/messages/count_tokens": "count",
-    "/v1/models": "models",
-}
 QUIET = ("cache", "health", "live", "metrics", "page", "schema")
 CLIENT_GONE = 499
-
-
-def endpoint(path: str) -> str:
-    """A name for the log and the metrics; unknown paths share one, or they would pile up."""
-    if path.startswith("/page/"):
-        return "page"
-    return "models" if path.startswith("/v1/models/") else ENDPOINTS.get(path, "other")
+SANE_ID = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 @dataclass(eq=False)
@@ -42,7 +37,10 @@ class Exchange:
 
     id: str
     path: str
-    finished: Callable[[Exchange, int], None] = lambda exchange, status: None
+    endpoint: str
+    """A name for the log and the metrics; unknown paths share one, or they would pile up."""
+    send_on: Send
+    finished: Callable[[Exchange, int], None]
     """Told of the exchange and its status once it is over."""
     status: int | None = None
     """None until a response has begun."""
@@ -51,15 +49,24 @@ class Exchange:
     """Bytes of the body."""
     work: Work | None = None
     salt: str | None = None
-    """Whose prompts it has. Known once there is work."""
+    """The tenant whose prompts it has. Known once there is work."""
     began: float = field(default_factory=time.monotonic)
     _done: list[Run] = field(default_factory=list)
     _closed: bool = False
     _logged: bool = False
 
-    @property
-    def endpoint(self) -> str:
-        return endpoint(self.path)
+    async def send(self, message: Message) -> None:
+        """Send a part of the response, the first one with the request's id."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            told = self.id.encode("latin-1")
+            # OpenAI's client reads the first, Anthropic's the second.
+            message["headers"] = [
+                *message.get("headers", ()),
+                (b"x-request-id", told),
+                (b"request-id", told),
+            ]
+        await self.send_on(message)
 
     def ran(self, run: Run) -> None:
         self._done.append(run)
@@ -71,21 +78,24 @@ class Exchange:
         self._finish()
 
     def _finish(self) -> None:
-        running = self.work is not None and not self.work.over
-        if not self._closed or running or self._logged:
+        work = self.work
+        if not self._closed or self._logged or (work is not None and not work.over):
             return
         self._logged = True
         status = self.status
-        if status is None or (self.work is not None and self.work.abandoned):
+        if status is None or (work is not None and work.abandoned):
             status = CLIENT_GONE
         self.finished(self, status)
+        self.work = None  # which refers to this
         quiet = self.endpoint in QUIET and status < 400
         level = logging.DEBUG if quiet else logging.INFO
         if requests_log.isEnabledFor(level):
             requests_log.log(level, "%s %s  %s", status, self.endpoint, self._summary(status))
 
     def _summary(self, status: int) -> str:
-        parts = [prompt_summary(self._done), speed(self._done), self.problem]
+        costs = [run.cost for run in self._done if run.cost is not None]
+        choices = [c for run in self._done for c in run.choices if c.tokens]
+        parts = [prompt_summary(costs), speed(costs, choices), self.problem]
         parts += [str(run.error) for run in self._done if run.error is not None]
         if status == CLIENT_GONE:
             parts.append("the client went away")
@@ -94,27 +104,80 @@ class Exchange:
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
-def prompt_summary(runs: list[Run]) -> str:
-    """What the prompts cost: `1,532 tokens: 1,500 cached (user), 8 again, 24 new`."""
-    reports = [run.report for run in runs if run.report is not None]
-    if not reports:
+def prompt_summary(costs: Sequence[Cost]) -> str:
+    """The cost of the prompts: `1,532 tokens: 1,500 cached (user), 8 again, 24 new`."""
+    if not costs:
         return ""
-    tokens = sum(r.match.tokens for r in reports)
-    cached = sum(r.match.resume for r in reports)
-    again = sum(min(r.match.replay, r.prefilled) for r in reports)
-    new = sum(r.prefilled for r in reports) - again
-    where = next((r.resumed_at for r in reports if r.resumed_at), None)
-    resumed = f" ({where})" if where else ""
+    tokens = sum(cost.match.tokens for cost in costs)
+    cached = sum(cost.match.resume for cost in costs)
+    again = sum(cost.replayed for cost in costs)
+    new = sum(cost.prefilled for cost in costs) - again
+    kind = next((cost.resumed_at for cost in costs if cost.resumed_at), None)
+    resumed = f" ({kind})" if kind else ""
     return f"{tokens:,} tokens: {cached:,} cached{resumed}, {again:,} again, {new:,} new"
 
 
-def speed(runs: list[Run]) -> str:
-    """How the answer came: `first token 120 ms · 64 tokens at 41/s`."""
-    choices = [c for run in runs for c in run.choices if c.tokens]
-    firsts = [run.report.ttft_ms for run in runs if run.report is not None]
-    if not choices or not firsts:
+def speed(costs: Sequence[Cost], choices: Sequence[Choice]) -> str:
+    """The pace of the answer: `first token 120 ms · 64 tokens at 41/s`."""
+    if not choices or not costs:
         return ""
     tokens = sum(c.tokens for c in choices)
     took = max(c.last_at for c in choices) - min(c.first_at for c in choices)
     rate = f" at {(tokens - len(choices)) / took:,.0f}/s" if took > 0 else ""
-    return f"first token {min(firsts):,.0f} ms · {tokens:,} tokens{rate}"
+    return f"first token {min(c.ttft_ms for c in costs):,.0f} ms · {tokens:,} tokens{rate}"
+
+
+def exchange_of(request: Request) -> Exchange:
+    exchange: Exchange = request.state.exchange
+    return exchange
+
+
+ErrorResponse = Callable[[ApiError, str, str], Response]
+"""The response for an error, a path and a request's id."""
+
+
+class Exchanges:
+    """The outermost middleware: gives each request its exchange, and answers an error that nobody
+    caught."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        endpoint: Callable[[str], str],
+        response: ErrorResponse,
+        finished: Callable[[Exchange, int], None],
+    ) -> None:
+        self.app = app
+        self.endpoint = endpoint
+        self.response = response
+        self.finished = finished
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        path = scope["path"]
+        exchange = Exchange(_request_id(scope), path, self.endpoint(path), send, self.finished)
+        scope.setdefault("state", {})["exchange"] = exchange
+        try:
+            await self.app(scope, receive, exchange.send)
+        except Exception as error:
+            problem = as_api_error(error)
+            if problem.status >= 500:
+                log.exception("request %s failed", exchange.id)
+            if exchange.status is not None:
+                raise
+            exchange.problem = problem.message
+            response = self.response(problem, path, exchange.id)
+            await response(scope, receive, exchange.send)
+        finally:
+            exchange.close()
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first header of a name, which is written in small letters."""
+    return next((v.decode("latin-1") for k, v in scope["headers"] if k == name), None)
+
+
+def _request_id(scope: Scope) -> str:
+    given = header(scope, b"x-request-id") or ""
+    return given if SANE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex[:24]}"

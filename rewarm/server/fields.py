@@ -1,23 +1,22 @@
-"""What the request schemas of all APIs share."""
+"""The parts that the requests of all APIs share. Nothing here imports a model library."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from rewarm.generate.options import GenerationOptions
 from rewarm.options import RESERVED_FOR_RENDERING
+from rewarm.prompt.chat import Chat, Text
 from rewarm.values import Sampling
 
 from .errors import bad_request
 
-PLAIN = (
-    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed"),
-)
-"""Fields that are named in `Sampling` as in a request."""
 MOST_TOKENS = 1 << 31
+NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -26,6 +25,15 @@ TokenCount = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Salt = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class Asked(NamedTuple):
+    """A request in the words of the house."""
+
+    prompt: Chat | Text
+    options: GenerationOptions
+    body: Any
+    """The request in the API's own words, for the reply."""
 
 
 class Body(BaseModel):
@@ -45,7 +53,9 @@ class Refused(NamedTuple):
 
 
 def refuse(extra: Mapping[str, Any] | None, refused: Mapping[str, Refused]) -> None:
-    for name, value in (extra or {}).items():
+    if not extra:
+        return
+    for name, value in extra.items():
         rule = refused.get(name)
         if rule is None and name.startswith("guided_"):
             rule = Refused("answers cannot be constrained; leave it out")
@@ -86,7 +96,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def thinking_options(effort: str | None, enabled: bool | None) -> dict[str, Any]:
-    """What templates are told about thinking."""
+    """The options of a template about thinking."""
     options: dict[str, Any] = {}
     if effort == "none":
         options["enable_thinking"] = False
@@ -98,7 +108,7 @@ def thinking_options(effort: str | None, enabled: bool | None) -> dict[str, Any]
 
 
 class Sampled(Body):
-    """How tokens are chosen. Without a temperature, greedily."""
+    """The way in which tokens are chosen: greedily where there is no temperature."""
 
     temperature: Temperature | None = None
     top_p: Fraction | None = None
@@ -122,11 +132,16 @@ class Sampled(Body):
     """Prompts with different salts share nothing."""
 
     def sampling(self) -> Sampling:
-        given: dict[str, Any] = {
-            name: value for name in PLAIN if (value := getattr(self, name)) is not None
-        }
+        given = self.repetition_penalty
+        biases = self.logit_bias
         return Sampling(
-            **given,
+            temperature=self.temperature or 0.0,
+            top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(0, self.top_k or 0),
-            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            min_p=self.min_p or 0.0,
+            repetition_penalty=1.0 if given is None else given,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias={int(token): bias for token, bias in biases.items()} if biases else NO_BIAS,
+            seed=self.seed,
         )

@@ -136,7 +136,7 @@ def broken_while_decoding(server: Engine, head: Prompt, tail: Prompt) -> None:
 
 
 def server_request(server: Engine) -> Any:
-    return next(s.request for s in server._loop.sequences.values() if s.request is not None)
+    return next(s.request for s in server.core._loop.running.values() if s.request is not None)
 
 
 ENDINGS = [

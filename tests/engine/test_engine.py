@@ -16,10 +16,13 @@ from rewarm.cache import PrefixCache, restore
 from rewarm.cache.model import context_size
 from rewarm.engine import Engine, Loaded, Request, rehearsal, runner
 from rewarm.engine import engine as engine_module
-from rewarm.engine.decode.batch import CHECK_STEPS, Batch, decodes_in_batches
+from rewarm.engine.decode.batch import Batch
+from rewarm.engine.decode.check import CHECK_STEPS, decodes_in_batches
 from rewarm.engine.decode.sampling import make_processors, make_sampler
 from rewarm.engine.loop import Loop
 from rewarm.engine.runner import Runner
+from rewarm.engine.running import Running
+from rewarm.engine.scheduler import Piece
 from rewarm.errors import (
     ContextExceeded,
     EngineFault,
@@ -150,10 +153,10 @@ def test_logits_that_wait_for_a_place_in_the_batch_are_those_of_one_token() -> N
     cache = PrefixCache(model, memory="64MB")
     ready = Runner(model, cache, cache.vocabulary)
     request = Request(prompt(20), Collected(), 4)
-    sequence = runner.Sequence(0, request.tokens, request, max_tokens=4)
+    sequence = Running(0, request.tokens, request, max_tokens=4)
     ready.start(sequence)
     before = mx.get_active_memory()
-    assert ready.prefill(sequence)
+    ready.prefill(sequence, Piece(0, 0, 20, None, True))
     assert sequence.lease is not None
     assert sequence.lease.logits is not None
     rows = sum(c.nbytes for c in sequence.lease.caches) + cache.stats().held
@@ -292,7 +295,7 @@ def test_a_cancelled_answer_stays_in_the_tree() -> None:
 
 
 def _request_of(server: Engine, sink: Collected) -> Request:
-    for sequence in list(server._loop.sequences.values()):
+    for sequence in list(server.core._loop.running.values()):
         if sequence.request is not None and sequence.request.sink is sink:
             return sequence.request
     raise AssertionError("this request is over")
@@ -374,7 +377,7 @@ def test_the_engine_starts_again_after_a_turn_that_failed(monkeypatch: pytest.Mo
 
     def fail_once(loop: Loop) -> None:
         turn(loop)
-        if fuse and all(len(s.generated) > 3 for s in loop.sequences.values()):
+        if fuse and all(len(s.generated) > 3 for s in loop.running.values()):
             fuse.pop()
             raise RuntimeError("injected")
 
@@ -461,18 +464,18 @@ def test_a_request_that_cannot_be_taken_in_fails_alone_and_whole(
         match = server.cache.match
         fuse = ["not yet"] * 3
 
-        def fail(*details: Any) -> Any:
+        def fail(*details: Any, **options: Any) -> Any:
             if fuse:
                 fuse.pop()
                 raise RuntimeError("injected")
-            return match(*details)
+            return match(*details, **options)
 
         monkeypatch.setattr(server.cache, "match", fail)
         bad = [ask(server, prompt(20, seed=i), n=2) for i in range(3)]
         assert all(isinstance(b.over().error, EngineFault) for b in bad)
         assert answer(server, prompt(20), n=2).reasons == {0: "length", 1: "length"}
         assert not any(b.sampled or b.calls_after_end for b in bad)
-        assert not server._loop.has_requests
+        assert not server.core._loop.has_requests
 
 
 def test_sequences_of_very_different_length_do_not_pad_each_other() -> None:
@@ -602,7 +605,7 @@ def test_what_is_ready_at_the_same_time_joins_in_one_copy(monkeypatch: pytest.Mo
         expected = [answer(server, each, max_tokens=6).tokens for each in prompts]
         layers = len(zoo.tiny("llama").layers)
         monkeypatch.setattr(BatchKVCache, "merge", counted)
-        with server._wake:  # it sees all five at once
+        with server.core._inbox.changed:  # it sees all five at once
             asked = [ask(server, each, max_tokens=6) for each in prompts]
         assert [each.over().tokens for each in asked] == expected
     assert merges == [5] * layers

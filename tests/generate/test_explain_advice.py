@@ -245,19 +245,19 @@ def test_another_tenants_words_are_never_shown(
 def test_what_is_remembered_of_chats_is_bounded() -> None:
     import numpy as np
 
-    from rewarm.generate.advice import Told
-    from rewarm.generate.remembered import Asked, Remembered
+    from rewarm.generate.why.advice import ChatRecord
+    from rewarm.generate.why.recent import RecentChat, RecentChats
 
-    remembered = Remembered(most=5, most_tokens=1000)
+    recent = RecentChats(most=5, most_tokens=1000)
 
-    def asked(i: int, size: int) -> Asked:
-        told = Told([{"role": "user", "content": str(i)}])
-        return Asked(str(i), None, told, np.full(size, i, np.int32), size)
+    def chat(i: int, size: int) -> RecentChat:
+        record = ChatRecord([{"role": "user", "content": str(i)}])
+        return RecentChat(str(i), None, record, np.full(size, i, np.int32), size)
 
     for i in range(20):
-        remembered.add(asked(i, 10))
-    assert len(remembered) == 5
-    remembered.add(asked(99, 970))
-    assert len(remembered) == 4
-    remembered.add(asked(100, 5000))
-    assert len(remembered) == 0
+        recent.add(chat(i, 10))
+    assert len(recent) == 5
+    recent.add(chat(99, 970))
+    assert len(recent) == 4
+    recent.add(chat(100, 5000))
+    assert len(recent) == 0

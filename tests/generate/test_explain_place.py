@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rewarm.errors import InvalidPrompt
-from rewarm.generate.place import Place, place_of
+from rewarm.generate.why.place import Location, locate
 from rewarm.prompt.messages import normalised
 from rewarm.prompt.render.renderer import ChatRenderer
 from rewarm.prompt.text import common_tokens
@@ -29,16 +29,16 @@ CHAT = [
     user("Thank you. And tomorrow, when the moon is full?"),
 ]
 
-CHANGES: list[tuple[str, Place]] = [
-    ("You keep", Place("content", 0, "system")),
-    ("what you know for sure", Place("content", 0, "system")),
-    ("When is the tide", Place("content", 1, "user")),
-    ("why does it matter", Place("content", 1, "user")),
-    ("Let me look", Place("content", 2, "assistant")),
-    ("three", Place("content", 3, "user")),
-    ("ten past two in", Place("content", 5, "tool")),
-    ("in before that", Place("content", 6, "assistant")),
-    ("the moon is full", Place("content", 7, "user")),
+CHANGES: list[tuple[str, Location]] = [
+    ("You keep", Location("content", 0, "system")),
+    ("what you know for sure", Location("content", 0, "system")),
+    ("When is the tide", Location("content", 1, "user")),
+    ("why does it matter", Location("content", 1, "user")),
+    ("Let me look", Location("content", 2, "assistant")),
+    ("three", Location("content", 3, "user")),
+    ("ten past two in", Location("content", 5, "tool")),
+    ("in before that", Location("content", 6, "assistant")),
+    ("the moon is full", Location("content", 7, "user")),
 ]
 
 
@@ -73,7 +73,7 @@ def test_a_change_is_found_in_the_message_it_was_made_in(template: str) -> None:
         located = {e.index for e in prompt.ends}
         if located and (expected.message not in located or at == len(first.tokens)):
             continue  # the template rewrites or leaves out that message
-        found = place_of(tokenizer, prompt, normalised(chat), None, at)
+        found = locate(tokenizer, prompt, normalised(chat), None, at)
         # The first word of a text may be one token with the end of its header.
         text = CHAT[expected.message or 0]["content"]
         merged = text.startswith(words) and not str(tokenizer.decode([prompt.tokens[at]])).isalpha()
@@ -89,20 +89,20 @@ def test_thinking_calls_and_tools_have_fields_of_their_own() -> None:
     loop[4] = {**loop[4], "reasoning_content": "It must be in the table, as always."}
     first = renderer.render(loop, TOOLS)
 
-    def place(chat: list[dict[str, Any]], tools: list[Any]) -> Place:
+    def place(chat: list[dict[str, Any]], tools: list[Any]) -> Location:
         prompt = renderer.render(chat, tools)
         at = common_tokens(first.tokens, prompt.tokens)
-        return place_of(tokenizer, prompt, normalised(chat), tools, at)
+        return locate(tokenizer, prompt, normalised(chat), tools, at)
 
     thinking = copy.deepcopy(loop)
     thinking[4]["reasoning_content"] = "It must be on the wall."
-    assert place(thinking, TOOLS) == Place("reasoning_content", 4, "assistant")
+    assert place(thinking, TOOLS) == Location("reasoning_content", 4, "assistant")
     called = copy.deepcopy(loop)
     called[4]["tool_calls"][0]["function"]["arguments"] = '{"port": "Oban"}'
-    assert place(called, TOOLS) == Place("tool_calls", 4, "assistant")
+    assert place(called, TOOLS) == Location("tool_calls", 4, "assistant")
     tools = copy.deepcopy(TOOLS)
     tools[0]["function"]["description"] = "When the tide is low."
-    assert place(loop, tools) == Place("tools")
+    assert place(loop, tools) == Location("tools")
     other_role = copy.deepcopy(loop)
     other_role.insert(2, user("And quickly!"))
     found = place(other_role, TOOLS)
@@ -113,5 +113,5 @@ def test_where_the_answer_begins_is_no_message() -> None:
     tokenizer = tokenizer_of("chatml")
     renderer = ChatRenderer(tokenizer)
     prompt = renderer.render(CHAT[:2])
-    found = place_of(tokenizer, prompt, normalised(CHAT[:2]), None, len(prompt.tokens) - 1)
-    assert found == Place("generation", role="assistant")
+    found = locate(tokenizer, prompt, normalised(CHAT[:2]), None, len(prompt.tokens) - 1)
+    assert found == Location("generation", role="assistant")

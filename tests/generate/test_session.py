@@ -139,14 +139,14 @@ def test_progress_is_told_after_every_chunk() -> None:
 
 def test_cancelling_a_prefill_keeps_its_chunks() -> None:
     session = session_of()
-    cancel = threading.Event()
+    cancel, before = threading.Event(), computed(session)
     tokens = list(range(1, 250))
     reply = session.generate(
         tokens, cancel=cancel, on_prefill=lambda done, _: cancel.set() if done >= 128 else None
     )
     assert reply.finish_reason == "cancelled"
     assert (reply.tokens, reply.usage.prefilled_tokens) == ([], 128)
-    assert computed(session) == 128
+    assert computed(session) - before == 128
     assert session.cache.match(tokens).resume == 128
     assert session.cache.stats().leases == 0
 
@@ -236,25 +236,26 @@ def test_templates_that_refuse_a_probe_lose_only_that_boundary() -> None:
     assert session.chat([SYSTEM, {"role": "user", "content": "Hm?"}], max_tokens=2).tokens
 
 
-def test_an_interrupted_step_stores_nothing_of_the_answer() -> None:
+def test_an_interrupted_step_stores_nothing_of_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its caches may have seen a token that was never given out."""
     session = session_of()
     tokens = list(range(1, 100))
     expected = session_of().generate(tokens, max_tokens=6).tokens
-    model = session.model
-    stops_at = 99 + 3
+    stops_at = computed(session) + 99 + 3
+    whole = Counted.__call__
 
-    class Interrupted(Counted):
-        def __call__(self, inputs: mx.array, **options: Any) -> mx.array:
-            out = super().__call__(inputs, **options)
-            if self.computed == stops_at:
-                raise KeyboardInterrupt
-            return out
+    def interrupted(model: Counted, inputs: mx.array, **options: Any) -> mx.array:
+        out = whole(model, inputs, **options)
+        if model.computed == stops_at:
+            raise KeyboardInterrupt
+        return out
 
-    session.model = Interrupted(model._model)
-    with pytest.raises(KeyboardInterrupt):
-        session.generate(tokens, max_tokens=6)
-    session.model = model
+    with monkeypatch.context() as patched:
+        patched.setattr(Counted, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.generate(tokens, max_tokens=6)
     assert session.cache.stats().leases == 0
     session.cache.verify()
     assert session.cache.match([*tokens, *expected]).shared == 98
@@ -304,3 +305,89 @@ def test_a_long_answer_on_a_sliding_window_can_be_resumed_anywhere() -> None:
     for at in (70, 110, len(whole) - 3):
         other = (whole[at] + 1) % 512
         assert session.cache.match([*whole[:at], other, other]).resume == at
+
+
+def test_a_session_has_no_thread_and_callbacks_run_on_the_callers() -> None:
+    session = session_of()
+    before, here = threading.active_count(), threading.get_ident()
+    told: list[int] = []
+    session.generate(
+        list(range(1, 200)),
+        max_tokens=3,
+        on_prefill=lambda done, total: told.append(threading.get_ident()),
+    )
+    assert set(told) == {here}
+    assert threading.active_count() == before
+
+
+def test_two_streams_of_a_session_take_turns() -> None:
+    session = session_of()
+    asked = [list(range(1, 100)), list(range(150, 240))]
+    alone = [session_of().generate(tokens, max_tokens=6).tokens for tokens in asked]
+    streams = [session.stream(tokens, max_tokens=6) for tokens in asked]
+    first = [next(streams[0]).token, next(streams[0]).token]
+    rest = [list(stream)[-1].reply for stream in reversed(streams)]
+    assert [reply.tokens for reply in rest if reply is not None] == alone[::-1]
+    assert first == alone[0][:2]
+    assert session.cache.stats().leases == 0
+
+
+def ended(session: Session, question: str) -> Any:
+    """An answer that ends by itself, at once."""
+    ends = dict.fromkeys(session.tokenizer.eos_token_ids, 100.0)
+    reply = session.chat(chat_of(question), logit_bias=ends)
+    assert reply.finish_reason == "stop"
+    return reply
+
+
+@pytest.mark.parametrize("reuse", ["fast", "exact"])
+def test_what_is_prepared_is_not_computed_in_the_next_turn(reuse: str) -> None:
+    def turn(prepared: bool) -> Any:
+        session = session_of(reuse=reuse)
+        first = ended(session, "One?")
+        before = computed(session)
+        if prepared:
+            session.prepare()
+            assert computed(session) > before
+        asked = computed(session)
+        answered = [*chat_of("One?"), {"role": "assistant", "content": first.text}]
+        second = session.chat([*answered, {"role": "user", "content": "Two?"}], max_tokens=2)
+        assert computed(session) - asked == second.usage.prefilled_tokens + len(second.tokens)
+        return second
+
+    cold, warm = turn(prepared=False), turn(prepared=True)
+    assert warm.tokens == cold.tokens
+    # In `exact` only whole chunks are of use.
+    assert warm.usage.cached_tokens >= cold.usage.cached_tokens + (reuse == "fast")
+
+
+def test_nothing_is_prepared_before_anything_was_answered() -> None:
+    session = session_of()
+    before = computed(session)
+    session.prepare()
+    assert computed(session) == before
+
+
+def test_an_interrupted_preparation_keeps_what_it_computed() -> None:
+    session = session_of(chunk=32)
+    ended(session, "One? " * 30)
+    session.cache.clear()  # all of it has to be computed again
+    whole, turns = session._pump.core.turn, 0
+
+    def interrupted() -> None:
+        nonlocal turns
+        turns += 1
+        if turns == 3:
+            raise KeyboardInterrupt
+        whole()
+
+    session._pump.core.turn = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        session.prepare()
+    session._pump.core.turn = whole  # type: ignore[method-assign]
+    assert session.cache.stats().leases == 0
+    session.cache.verify()
+    assert session.cache.stats().tokens >= 32
+    session.prepare()
+    again = session.chat(chat_of("One? " * 30), max_tokens=1)
+    assert again.usage.cached_tokens >= len(SYSTEM["content"])

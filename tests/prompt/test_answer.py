@@ -149,7 +149,7 @@ def test_a_stop_sequence_is_looked_for_in_the_content_only() -> None:
     assert answer.reasoning == "I stop to think."
     assert answer.text == "Go on, then "
     assert answer.stopped_by == "stop"
-    assert answer.add(3) == answer.finish() == Piece("", "", [], None)
+    assert answer.add(3) == answer.finish() == Piece()
 
 
 def test_a_stop_sequence_spans_no_call_and_no_thinking() -> None:
@@ -176,7 +176,7 @@ def test_what_was_held_back_comes_at_the_end() -> None:
     assert answer.stopped_by is None
     answer = answer_to("chatml", "", "Half a <tool_c")
     assert answer.text == "Half a <tool_c"
-    assert answer.finish() == Piece("", "", [], None)
+    assert answer.finish() == Piece()
 
 
 def test_a_token_that_ends_the_text_adds_none() -> None:

@@ -12,8 +12,9 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from rewarm.errors import InvalidPrompt
+from rewarm.prompt.chat import Chat
+from rewarm.prompt.chat import chat_of as canonical
 from rewarm.prompt.render.renderer import ChatRenderer
-from rewarm.prompt.render.template import checked_options
 from rewarm.values import Message
 from tests import corpus
 from tests.chats import (
@@ -89,7 +90,7 @@ def test_renders_do_not_grow_with_the_chat(name: str, every_turn: bool) -> None:
         counting = Counting(tokenizer_of(name))
         renderer = ChatRenderer(counting.tokenizer)
         chat = [*chat_of(turns), call(), result("13:00")]
-        renderer.render(chat, TOOLS, every_turn=every_turn, marks=[-1, 1, 2, 3])
+        renderer.render(chat, TOOLS, every_turn=every_turn, marked=[-1, 1, 2, 3])
         counts.append(counting.renders)
     assert counts[0] + 1 == counts[1] == counts[2] <= MOST_RENDERS
 
@@ -132,7 +133,7 @@ def test_text_of_earlier_turns_is_not_encoded_again(name: str, every_turn: bool)
     # Once, and the short windows around the boundaries.
     assert counting.characters <= 1.5 * len(text)
     before = counting.characters
-    renderer.ahead([*chat, assistant("At noon.")])
+    renderer.ahead(canonical([*chat, assistant("At noon.")]))
     assert counting.characters - before <= 3000
 
 
@@ -206,7 +207,7 @@ def test_ahead_is_what_the_next_turn_begins_with(name: str, every_turn: bool) ->
         ),
     ]
     for answer, nexts in turns:
-        ahead = renderer.ahead([*chat, answer], TOOLS, every_turn=every_turn)
+        ahead = renderer.ahead(canonical([*chat, answer], TOOLS), every_turn=every_turn)
         assert ahead is not None
         before = renderer.render(chat, TOOLS)
         assert len(ahead.tokens) > len(before.tokens) - 8
@@ -226,7 +227,7 @@ def test_ahead_is_none_where_the_template_refuses_to_go_on() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no') if messages|length > 2 }}{{ messages }}"
     renderer = ChatRenderer(tokenizer)
-    assert renderer.ahead([user("a"), assistant("b")]) is None
+    assert renderer.ahead(canonical([user("a"), assistant("b")])) is None
 
 
 def test_marks_are_where_messages_end() -> None:
@@ -234,7 +235,7 @@ def test_marks_are_where_messages_end() -> None:
         renderer = ChatRenderer(tokenizer_of(name))
         chat = chat_of(3)
         plain = renderer.render(chat)
-        prompt = renderer.render(chat, marks=[-1, 1, 3, 99, -7])
+        prompt = renderer.render(chat, marked=[-1, 1, 3, 99, -7])
         places = {e.index: e.position for e in plain.ends}
         assert [e.role for e in plain.ends] == [m["role"] for m in chat]
         first = next(b.position for b in plain.boundaries if b.kind == "system")
@@ -256,7 +257,7 @@ def test_marks_on_messages_without_text_are_kept(name: str) -> None:
         plain = renderer.render(part, TOOLS)
         ends = {e.index: e.position for e in plain.ends}
         for m in range(1, stop):
-            (mark,) = renderer.render(part, TOOLS, marks=[m]).marks
+            (mark,) = renderer.render(part, TOOLS, marked=[m]).marks
             told = renderer.tokenizer.decode(plain.tokens[:mark].tolist())
             assert mark <= len(plain.tokens)
             assert mark >= max(p for i, p in ends.items() if i <= m)
@@ -269,14 +270,14 @@ def test_marks_on_messages_without_text_are_kept(name: str) -> None:
             if m == stop - 1:
                 assert len(plain.tokens) - mark <= 8
                 assert mark <= max(plain.generation, plain.boundaries[-1].position)
-        everyone = renderer.render(part, TOOLS, marks=range(stop)).marks
+        everyone = renderer.render(part, TOOLS, marked=range(stop)).marks
         assert everyone == tuple(sorted(everyone))
 
 
 def test_marks_beside_an_answer_that_is_continued() -> None:
     renderer = ChatRenderer(tokenizer_of("chatml"))
     chat = [user("When?"), call("Ayr"), result("12:00"), call("Oban"), result(""), assistant("At ")]
-    prompt = renderer.render(chat, TOOLS, continue_final=True, marks=[1, 4])
+    prompt = renderer.render(chat, TOOLS, continue_final=True, marked=[1, 4])
     told = [renderer.tokenizer.decode(prompt.tokens[:m].tolist()) for m in prompt.marks]
     assert "Ayr" in told[0]
     assert "12:00" not in told[0]
@@ -291,7 +292,7 @@ def test_a_mark_costs_one_render_and_another_where_its_message_has_no_text() -> 
     counts = []
     for marks in ([], [], [0, 2, 4], [1, 3]):
         before = counting.renders
-        renderer.render(chat, TOOLS, marks=marks)
+        renderer.render(chat, TOOLS, marked=marks)
         counts.append(counting.renders - before)
     assert counts[1] + 1 == counts[2] == counts[3] - 1
 
@@ -458,8 +459,8 @@ def test_a_refusal_carries_the_templates_own_words() -> None:
         renderer.render([user("a")], chat_template="{{ 1 }}")
     for name in ("chat_template", "every_turn", "marks", "tools", "tokenize"):
         with pytest.raises(InvalidPrompt, match=name):
-            checked_options({"enable_thinking": True, name: 1})
-    assert checked_options({"enable_thinking": True}) == {"enable_thinking": True}
+            Chat([user("a")], template={"enable_thinking": True, name: 1})
+    assert Chat([user("a")], template={"enable_thinking": True}).template
 
 
 def test_a_model_without_a_template_says_what_to_do() -> None:
@@ -546,8 +547,8 @@ def test_messages_of_the_caller_are_not_changed() -> None:
     renderer = ChatRenderer(tokenizer_of("chatml"))
     chat = [user("When?"), {**call(), "reasoning": "Hm."}, result("12:00")]
     before = copy.deepcopy(chat)
-    renderer.render(chat, TOOLS, marks=[0])
-    renderer.ahead([*chat, assistant("At noon.")], TOOLS)
+    renderer.render(chat, TOOLS, marked=[0])
+    renderer.ahead(canonical([*chat, assistant("At noon.")], TOOLS))
     assert chat == before
 
 

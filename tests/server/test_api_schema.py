@@ -9,16 +9,15 @@ import pytest
 from pydantic import ValidationError
 
 from rewarm.errors import ContextExceeded, InvalidOption, NotReady, QueueFull
-from rewarm.generate.collect import Part
 from rewarm.options import ServerOptions
-from rewarm.server.anthropic.blocks import content_blocks
-from rewarm.server.anthropic.chat import chat_of, without_billing_header
+from rewarm.prompt.chat import Chat
+from rewarm.prompt.messages import Part
+from rewarm.server.anthropic import chat as anthropic
 from rewarm.server.anthropic.parse import MessagesRequest
-from rewarm.server.errors import ApiError, anthropic_body, as_api_error, openai_body
-from rewarm.server.openai import routes as openai
+from rewarm.server.anthropic.reply import usage as anthropic_usage
+from rewarm.server.errors import ApiError, as_api_error
+from rewarm.server.openai import parse as openai
 from rewarm.server.openai.parse import REFUSED, ChatRequest, CompletionRequest
-from rewarm.server.service import Chat
-from rewarm.server.usage import anthropic_usage
 
 USER = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}
@@ -26,13 +25,17 @@ MARK = {"type": "ephemeral"}
 
 
 def openai_chat(**body: Any) -> Chat:
-    return openai.chat_of(ChatRequest.model_validate_json(json.dumps({"messages": [USER], **body})))
+    asked = openai.parse_chat(json.dumps({"messages": [USER], **body}).encode(), ServerOptions())
+    assert isinstance(asked.prompt, Chat)
+    return asked.prompt
 
 
 def anthropic_chat(keep_billing_header: bool = False, **body: Any) -> Chat:
     whole = {"model": "m", "max_tokens": 5, "messages": [USER], **body}
-    asked = MessagesRequest.model_validate_json(json.dumps(whole))
-    return chat_of(asked, keep_billing_header=keep_billing_header)
+    server = ServerOptions(keep_billing_header=keep_billing_header)
+    asked = anthropic.parse_message(json.dumps(whole).encode(), server)
+    assert isinstance(asked.prompt, Chat)
+    return asked.prompt
 
 
 def problem(schema: Any, **body: Any) -> ApiError:
@@ -174,7 +177,7 @@ def test_results_and_words_of_a_user_message_are_taken_apart() -> None:
     assert system == {"role": "system", "content": "Be\n\nbrief"}
     assert said["content"] == "Look"
     assert said["reasoning_content"] == "Hm."
-    assert said["tool_calls"][0]["function"] == {"name": "tide", "arguments": '{"at": "noon"}'}
+    assert said["tool_calls"][0]["function"] == {"name": "tide", "arguments": {"at": "noon"}}
     assert tool == {"role": "tool", "content": "3", "tool_call_id": "t1", "name": "tide"}
     assert user == {"role": "user", "content": "And?"}
 
@@ -196,7 +199,7 @@ def test_nothing_is_put_between_the_blocks_of_an_answer() -> None:
 @pytest.mark.parametrize("arguments", ["[1]", "{", '{"at": NaN}', '{"at": 1e999}', "[" * 10**5])
 def test_a_call_is_a_block_whatever_a_model_wrote(arguments: str) -> None:
     call = {"id": "t1", "function": {"name": "tide", "arguments": arguments}}
-    (block,) = content_blocks([Part("call", call=call), Part("text", " \n")])
+    (block,) = anthropic.content_blocks([Part("call", call=call), Part("text", " \n")])
     assert block == {"type": "tool_use", "id": "t1", "name": "tide", "input": {}}
 
 
@@ -241,9 +244,9 @@ def test_marks_are_the_messages_they_stand_in() -> None:
             {"role": "user", "content": [marked]},
         ],
     )
-    assert chat.marks == (-1, 3)
-    assert anthropic_chat(cache_control=MARK).marks == (0,)
-    assert anthropic_chat().marks == ()
+    assert chat.marked == (-1, 3)
+    assert anthropic_chat(cache_control=MARK).marked == (0,)
+    assert anthropic_chat().marked == ()
 
 
 def test_five_marks_are_too_many() -> None:
@@ -263,7 +266,7 @@ def test_the_billing_header_is_left_out_unless_it_is_wanted() -> None:
         kept = anthropic_chat(keep_billing_header=True, system=system).messages[0]["content"]
         assert kept == f"{header}\n\nYou code."
     assert anthropic_chat(system=[block]).messages == [USER]
-    assert without_billing_header("a x-anthropic-billing-header: b").startswith("a x-")
+    assert anthropic.without_billing_header("a x-anthropic-billing-header: b").startswith("a x-")
 
 
 def test_anthropic_usage_counts_every_prompt_token_once() -> None:
@@ -286,8 +289,8 @@ def test_errors_have_each_apis_status_and_shape() -> None:
     fault = as_api_error(RuntimeError("secret /path"))
     assert fault.status == 500
     assert "secret" not in fault.message
-    assert openai_body(full)["error"]["type"] == "rate_limit_error"
-    body = anthropic_body(full, "req_1")
+    assert openai.error_body(full, "req_1")["error"]["type"] == "rate_limit_error"
+    body = anthropic.error_body(full, "req_1")
     assert (body["error"]["type"], body["request_id"]) == ("rate_limit_error", "req_1")
 
 

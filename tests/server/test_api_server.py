@@ -301,7 +301,7 @@ def test_cancels_at_random_moments_leave_nothing_behind(
 
 
 def test_a_server_that_still_loads_says_so() -> None:
-    from fastapi.testclient import TestClient
+    from starlette.testclient import TestClient
 
     from rewarm.server.app import create_app
 

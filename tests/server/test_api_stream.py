@@ -9,22 +9,47 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rewarm.engine.request import Request
-from rewarm.generate.collect import Choice, Collector, Delta, Done, Ended, Event, Failed, Progress
+from rewarm.generate.generation import (
+    Choice,
+    Delta,
+    Ended,
+    Event,
+    Progress,
+    Run,
+    RunDone,
+    RunFailed,
+)
+from rewarm.generate.options import GenerationOptions
+from rewarm.options import ServerOptions
+from rewarm.prompt.chat import Chat
 from rewarm.prompt.parse.answer import Answer
+from rewarm.prompt.parse.texts import TokenTexts
 from rewarm.prompt.render.renderer import Prompt
-from rewarm.server.anthropic.stream import Head as AnthropicHead
-from rewarm.server.anthropic.stream import MessageStream
-from rewarm.server.openai.reply import Head, finite
-from rewarm.server.openai.stream import ChatStream
-from rewarm.server.sse import data
-from rewarm.server.texts import TokenTexts
-from rewarm.server.work import Run, Work
+from rewarm.server.anthropic.chat import parse_message
+from rewarm.server.anthropic.reply import MessageReply
+from rewarm.server.exchange import Exchange
+from rewarm.server.openai.parse import parse_chat
+from rewarm.server.openai.reply import ChatReply, finite
+from rewarm.server.work import Work, data
 from rewarm.values import Cost, Match, Sampled
 from tests.support_server import tool_tokenizer
 
 TOKENIZER = tool_tokenizer()
-REPORT = Cost(Match(10, 6, 4, "diverged", "memory"), "user", 6, 1.0, 1.0, 1.0, 1.0, 4.0)
+COST = Cost(Match(10, 6, 4, "diverged", "memory"), "user", 6, 1.0, 1.0, 1.0, 1.0, 4.0)
+BODY = b'{"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hello?"}]}'
+
+
+class Nobody:
+    """A backend that notes who was cancelled."""
+
+    def __init__(self) -> None:
+        self.generator = self
+        self.cancelled: list[Work] = []
+
+    def cancel(self, work: Work) -> None:
+        self.cancelled.append(work)
+
+    def ran(self, work: Work, run: Run) -> None: ...
 
 
 def token(text: str) -> Sampled:
@@ -32,16 +57,21 @@ def token(text: str) -> Sampled:
     return Sampled(found, -0.5)
 
 
-def work_of(stream: bool = True, **options: Any) -> tuple[Work, Collector, list[Run]]:
-    cancelled: list[Run] = []
-    work = Work(cancelled.append, lambda run: None)
+async def no_send(message: Any) -> None: ...
+
+
+def work_of(**options: Any) -> tuple[Work, Run, Nobody]:
+    nobody = Nobody()
+    exchange = Exchange("r", "/", "chat", no_send, lambda exchange, status: None)
+    given = GenerationOptions(stream=True, **options)
+    chat = Chat([{"role": "user", "content": "Hello?"}])
+    work = Work(chat, given, exchange=exchange, backend=nobody)  # type: ignore[arg-type]
     prompt = Prompt(np.array(TOKENIZER.encode("Hello?"), dtype=np.int32))
-    choice = Choice(Answer(TOKENIZER, prompt.tokens, stop=options.pop("stop", ())))
-    collector = Collector(
-        [choice], work.deliver, asyncio.get_running_loop(), stream=stream, **options
-    )
-    work.runs.append(Run(Request(prompt.tokens, collector, 5), prompt, collector))
-    return work, collector, cancelled
+    choice = Choice(Answer(TOKENIZER, prompt.tokens, stop=given.stop))
+    run = Run(0, prompt, [choice], given, frozenset(), work.send, lambda seconds: None)
+    work.runs.append(run)
+    work.pending[0] = object()  # type: ignore[assignment]
+    return work, run, nobody
 
 
 async def events_of(work: Work) -> list[Event]:
@@ -50,7 +80,7 @@ async def events_of(work: Work) -> list[Event]:
 
 def test_tokens_become_events_in_order() -> None:
     async def run() -> list[Event]:
-        work, sink, _ = work_of(stop=["zz"])
+        work, sink, _ = work_of(stop=("zz",))
         sink.prefilled(4, 10)
         sink.prefilled(4, 10)
         for text in "ab":
@@ -58,50 +88,49 @@ def test_tokens_become_events_in_order() -> None:
         assert not sink.token(0, token("z"))
         assert sink.token(0, token("z"))
         sink.ended(0, "stop")
-        sink.done(REPORT)
+        sink.done(COST)
         return await events_of(work)
 
     events = asyncio.run(run())
-    assert [type(e) for e in events] == [Progress, Delta, Delta, Ended, Done]
-    assert "".join(e.text for e in events if isinstance(e, Delta)) == "ab"
+    assert [type(e) for e in events] == [Progress, Delta, Delta, Ended, RunDone]
+    assert "".join(p.text for e in events if isinstance(e, Delta) for p in e.parts) == "ab"
 
 
-def test_an_answer_that_cannot_be_read_fails_its_request_and_nobody_else() -> None:
+def test_an_answer_that_cannot_be_read_to_its_end_fails_its_request() -> None:
     async def run() -> list[Event]:
         work, sink, _ = work_of()
-        sink.choices[0].answer.add = None  # type: ignore[assignment, method-assign]
-        assert sink.token(0, token("a"))  # the choice ends here, and nothing was raised
-        sink.ended(0, "stop")
-        sink.done(REPORT)
+        sink.choices[0].answer.finish = None  # type: ignore[assignment, method-assign]
+        sink.ended(0, "stop")  # nothing was raised
+        sink.done(COST)
         return await events_of(work)
 
-    assert isinstance(asyncio.run(run())[-1], Failed)
+    assert isinstance(asyncio.run(run())[-1], RunFailed)
 
 
 def test_a_closed_event_loop_is_survived() -> None:
-    async def run() -> Collector:
+    async def run() -> Run:
         return work_of()[1]
 
     sink = asyncio.run(run())
     sink.prefilled(1, 2)
     sink.token(0, token("a"))
     sink.ended(0, "stop")
-    sink.done(REPORT)
+    sink.done(COST)
     sink.failed(ValueError("late"))
     assert (sink.choices[0].finish, sink.error) == ("stop", None)
 
 
 def test_silence_is_told_and_leaving_cancels() -> None:
     async def run() -> None:
-        work, sink, cancelled = work_of()
+        work, sink, nobody = work_of()
         batches = work.batches(0.01)
         assert await anext(batches) == []
         work.abandon()
-        assert cancelled == work.runs
+        assert nobody.cancelled == [work]
         assert work.abandoned
         sink.ended(0, "cancelled")
-        sink.done(REPORT)
-        assert [type(e) for e in await anext(batches)] == [Ended, Done]
+        sink.done(COST)
+        assert [type(e) for e in await anext(batches)] == [Ended, RunDone]
         with pytest.raises(StopAsyncIteration):
             await anext(batches)
 
@@ -111,13 +140,12 @@ def test_silence_is_told_and_leaving_cancels() -> None:
 def test_each_api_has_its_own_sign_of_life() -> None:
     async def run() -> None:
         work, _, _ = work_of()
-        chat = ChatStream(
-            Head("i", "chat.completion", "m", TokenTexts(TOKENIZER)), work, False, False
-        )
+        texts = TokenTexts(TOKENIZER)
+        chat = ChatReply(parse_chat(BODY, ServerOptions()), work, "m", texts)
         assert chat.idle() == ": keep-alive\n\n"
         assert chat.events([Progress(0, 4, 10)]) == ": prefill 4/10\n\n"
         assert chat.idle() == ": prefill 4/10\n\n"
-        message = MessageStream(AnthropicHead("i", "m", "r", False), work)
+        message = MessageReply(parse_message(BODY, ServerOptions()), work, "m", texts)
         # Before the message has started, only a comment is certain to be skipped.
         assert message.idle() == ": keep-alive\n\n"
         assert message.events([Progress(0, 4, 10)]).startswith("event: message_start\n")

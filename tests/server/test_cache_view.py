@@ -15,7 +15,7 @@ import pytest
 from rewarm.accel import heap
 from rewarm.cache.tree import WIDTH, Node, Tree, encode
 from rewarm.cache.views.survey import Surveyor
-from rewarm.generate.labels import Labels
+from rewarm.generate.why.labels import Labels
 from rewarm.prompt.render.renderer import ChatRenderer
 from rewarm.server.admin import tree_view
 from tests.cache.test_tree import Span
@@ -280,12 +280,12 @@ def test_roles_are_learned_from_the_template() -> None:
     chat = [SYSTEM, {"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "Yes."}]
     rendered = labels.renderer.render([*chat, {"role": "user", "content": "Oh."}])
     data = encode(rendered.tokens)
-    marks = labels.marks(data)
-    assert [m.role for m in marks] == ["system", "user", "assistant", "user", "assistant"]
-    user = marks[1]
+    starts = labels.starts(data)
+    assert [m.role for m in starts] == ["system", "user", "assistant", "user", "assistant"]
+    user = starts[1]
     # A span that begins with the text, as behind a system prompt's checkpoint.
     cut = user.text * WIDTH
-    behind = labels.marks(data[cut:], data[:cut])
+    behind = labels.starts(data[cut:], data[:cut])
     assert behind[0] == (0, user.head - user.text, "user")
     assert labels.label(data[cut:], behind, "system").text == "Hm?"
 

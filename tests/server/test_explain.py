@@ -305,3 +305,9 @@ def _common(a: str, b: str) -> str:
 def _checkpoints(server: Running, below: int) -> list[int]:
     nodes = [n for t in server.engine.cache._trees.values() for n in t.nodes()]
     return sorted({n.end for n in nodes if n.checkpoint and n.end < below}, reverse=True)
+
+
+@pytest.mark.parametrize("body", [{"messages": 3}, {"tools": 3, "messages": [1]}, {"prompt": {}}])
+def test_what_is_no_request_is_not_explained(client: httpx.Client, body: dict[str, Any]) -> None:
+    answer = client.post("/v1/cache/explain", json=body)
+    assert answer.status_code == 400, answer.text

@@ -114,8 +114,8 @@ def check_quiet(server: Running, http: httpx.Client, expected: dict[str, Any]) -
     cache = server.engine.cache
     cache.verify()
     assert cache.stats().leases == 0
-    assert not server.engine._loop.sequences
-    assert not server.engine._loop._open
+    assert not server.engine.core._loop.running
+    assert not server.engine.core._loop._open
     assert server.engine.stats().restarts == 0
 
 

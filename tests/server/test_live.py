@@ -218,6 +218,16 @@ def test_it_answers_while_the_model_is_loading() -> None:
         engine.wait(10)
 
 
+def test_a_request_that_is_refused_as_a_whole_does_not_stay_in_flight(
+    client: httpx.Client,
+) -> None:
+    many = {"prompt": ["x"] * 64, "n": 16, "max_tokens": 1}
+    refused = client.post("/v1/completions", json=many)
+    assert refused.status_code == 400
+    assert "the queue takes" in refused.json()["error"]["message"]
+    assert live(client)["requests"] == []
+
+
 def test_percentiles_are_of_times_that_were_measured() -> None:
     assert percentile([], 50) is None
     assert percentile([3.0], 99) == 3.0

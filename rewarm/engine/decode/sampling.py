@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -64,14 +63,14 @@ def checked(sampling: Sampling, vocabulary: int) -> None:
 
 
 def make_sampler(sampling: Sampling, choice: int, generated: int, vocabulary: int) -> Sampler:
-    """The choice of each token. `generated` tokens were chosen before, in an earlier batch.
+    """The choice of each token. `generated` tokens were chosen before, in an earlier batch. A
+    request's seed was drawn when it was posted.
 
     Greedy requests share one function: mlx-lm then samples the whole batch in one call.
     """
     if sampling.temperature == 0 or sampling.top_p == 0 or sampling.top_k == 1:
         return cast("Sampler", greedy_sampler)
-    seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
-    return _Seeded(sampling, _mixed(seed, choice), generated, vocabulary)
+    return _Seeded(sampling, _mixed(sampling.seed or 0, choice), generated, vocabulary)
 
 
 def make_processors(request: Request) -> list[Processor]:

@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from rewarm.values import Message, Tokens
+from rewarm.values import Tokens
 
-from .readers import Call, Part, Plain, Reader, reader_of
+from ..messages import Part, Said
+from .readers import Plain, Reader, reader_of
 from .stops import Stops
 
 LOST = "\ufffd"
-"""What bytes that are no whole character are decoded to."""
+"""The character that stands for bytes which are no whole character."""
 
 SPELLINGS = (LOST, "ï¿½", "<0xEF><0xBF><0xBD>")
-"""That character itself, as vocabularies write it: its text, or its three bytes."""
+"""The spellings of that character in vocabularies: its text, or its three bytes."""
 
 TAIL = 8
 """Tokens at the end of a prompt among which a whole character is looked for."""
 
 
-class Piece(NamedTuple):
-    """What a token added. Text comes when it is certain: characters are whole, and what might
+@dataclass(frozen=True)
+class Piece(Said):
+    """The parts that a token added. Text comes when it is certain: characters are whole, what might
     begin a stop sequence or a marker is held back."""
 
-    text: str
-    reasoning: str
-    calls: list[Call]
-    stop: str | None
+    parts: Sequence[Part] = ()
+    """First thinking, then text, then calls."""
+    stop: str | None = None
     """The stop sequence that ended the answer."""
 
 
-class Answer:
-    """What has been generated so far. A stop sequence is looked for in the content only."""
+NOTHING = Piece()
+
+
+class Answer(Said):
+    """The answer that was generated so far. Stop sequences are looked for in its content only."""
 
     def __init__(
         self,
@@ -45,13 +50,14 @@ class Answer:
         stop: Iterable[str] = (),
         raw: bool = False,
         continued: bool = False,
+        one_call: bool = False,
     ) -> None:
         """`raw`: everything is text. `continued`: the text goes on from the prompt's own, so that a
-        space at its beginning is part of it; `raw` implies it."""
+        space at its beginning is part of it; `raw` implies it. `one_call`: calls after the first
+        are left out."""
         prompt = np.asarray(prompt_tokens, dtype=np.int32)
-        self.text = ""
-        self.reasoning = ""
-        self.calls: list[Call] = []
+        self.parts: list[Part] = []
+        """The delivered parts in their order; no two neighbours are text, or thinking."""
         self.stopped_by: str | None = None
         self._reader: Reader = Plain() if raw else reader_of(tokenizer, prompt, tools)
         self._stops = Stops([stop] if isinstance(stop, str) else stop)
@@ -59,6 +65,7 @@ class Answer:
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer
         self._finished = False
+        self._one_call = one_call
         if raw or continued:
             # Detokenizers drop a space at the very beginning.
             for token in self._whole_tail(prompt):
@@ -67,47 +74,54 @@ class Answer:
     def add(self, token: int) -> Piece:
         """A token of the answer. One that ends it adds no text."""
         if self._finished or self.stopped_by is not None or token in self._ends:
-            return Piece("", "", [], None)
+            return NOTHING
         return self._take(self._reader.feed(self._segment(token)))
 
     def finish(self) -> Piece:
-        """What was held back, once the answer has ended in whatever way."""
+        """The parts that were held back, once the answer has ended in whatever way."""
         if self._finished or self.stopped_by is not None:
             self._finished = True
-            return Piece("", "", [], None)
+            return NOTHING
         self._finished = True
         parts = self._reader.feed(self._last_segment()) + self._reader.finish()
         return self._take(parts, last=True)
 
-    def message(self) -> Message:
-        """The assistant's message as it was delivered."""
-        message: Message = {"role": "assistant", "content": self.text}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = [dict(call) for call in self.calls]
-        return message
-
     def _take(self, parts: list[Part], *, last: bool = False) -> Piece:
-        text = reasoning = ""
-        calls: list[Call] = []
+        text = thinking = ""
+        calls: list[Part] = []
         for part in parts:
-            if part.reasoning or part.calls:
+            if part.call is not None or (part.kind == "thinking" and part.text):
                 # No stop sequence spans these, and what came before them is not to come after.
                 text += self._stops.flush()
-            passed = self._stops.feed(part.text)
-            text += passed.text
-            if passed.stop is not None:
-                self.stopped_by = passed.stop
-                break
-            reasoning += part.reasoning
-            calls += part.calls
+            if part.kind == "call":
+                calls.append(part)
+            elif part.kind == "thinking":
+                thinking += part.text
+            else:
+                passed = self._stops.feed(part.text)
+                text += passed.text
+                if passed.stop is not None:
+                    self.stopped_by = passed.stop
+                    break
         if last and self.stopped_by is None:
             text += self._stops.flush()
-        self.text += text
-        self.reasoning += reasoning
-        self.calls += calls
-        return Piece(text, reasoning, calls, self.stopped_by)
+        if self._one_call and calls:
+            calls = [] if self.calls else calls[:1]
+        return self._delivered(thinking, text, calls)
+
+    def _delivered(self, thinking: str, text: str, calls: list[Part]) -> Piece:
+        new = [Part("thinking", thinking)] if thinking else []
+        new += [Part("text", text)] if text else []
+        for part in new:
+            last = self.parts[-1] if self.parts else None
+            if last is not None and last.kind == part.kind:
+                self.parts[-1] = part._replace(text=last.text + part.text)
+            else:
+                self.parts.append(part)
+        self.parts += calls
+        if not (new or calls or self.stopped_by):
+            return NOTHING
+        return Piece(new + calls, self.stopped_by)
 
     def _segment(self, token: int) -> str:
         try:
@@ -127,7 +141,7 @@ class Answer:
         return segment
 
     def _wrote_lost(self) -> bool:
-        """Whether the last character is LOST itself, and not the beginning of another."""
+        """The last character is LOST itself, and not the beginning of another."""
         try:
             # Its bytes may be three tokens.
             tokens = self._tokenizer.convert_ids_to_tokens(self._detokenizer.tokens[-3:])

@@ -5,28 +5,19 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
 from rewarm.values import Tokens
 
-Call = dict[str, Any]
-"""A tool call in OpenAI's shape."""
-
-
-class Part(NamedTuple):
-    """A stretch of an answer, all of one kind."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+from ..messages import Call, Part
 
 
 class Reader(Protocol):
     def feed(self, text: str) -> list[Part]:
-        """What is certain after some more text, in order."""
+        """The parts that are certain after some more text, in order."""
 
     def finish(self) -> list[Part]:
         """The rest, after the last text."""
@@ -36,7 +27,7 @@ class Plain:
     """Everything is text."""
 
     def feed(self, text: str) -> list[Part]:
-        return [Part(text)]
+        return [Part("text", text)]
 
     def finish(self) -> list[Part]:
         return []
@@ -59,7 +50,7 @@ class Parsed:
         self._newlines = ""
         """At the end of the thinking so far."""
         self._between = initial == "reasoning"
-        """Whether nothing but newlines came since thinking began or ended."""
+        """Nothing but newlines came since thinking began or ended."""
 
     def feed(self, text: str) -> list[Part]:
         self._state, segments = TextStateMachine.split(self._state, text)
@@ -83,9 +74,9 @@ class Parsed:
         if name == "tool":
             self._call += text
         elif name == "reasoning":
-            parts.append(Part(reasoning=self._thinking(text)))
+            parts.append(Part("thinking", self._thinking(text)))
         elif name == "normal":
-            parts.append(Part(self._without_newlines(text)))
+            parts.append(Part("text", self._without_newlines(text)))
         return parts  # other states are a format's own: the headers of messages
 
     def _thinking(self, text: str) -> str:
@@ -110,8 +101,8 @@ class Parsed:
             calls = [call_of(c) for c in (parsed if isinstance(parsed, list) else [parsed])]
         except Exception:  # a parser may stumble in any way over what a model writes
             start, stop = self._markers
-            return [Part(start + text + (stop if closed else ""))]
-        return [Part(calls=tuple(calls))]
+            return [Part("text", start + text + (stop if closed else ""))]
+        return [Part("call", call=call) for call in calls]
 
 
 class Harmony:
@@ -150,7 +141,7 @@ class Harmony:
         if self._was == "body":
             parts += self._end_body()
         elif self._first:
-            parts.append(Part(self._header))
+            parts.append(Part("text", self._header))
         self._header = ""
         self._first = False
         return parts
@@ -167,8 +158,7 @@ class Harmony:
             if self._recipient():
                 self._body += text
             else:
-                thinking = "analysis" in self._header
-                parts.append(Part(reasoning=text) if thinking else Part(text))
+                parts.append(Part("thinking" if "analysis" in self._header else "text", text))
         self._was = name
         return parts
 
@@ -183,9 +173,10 @@ class Harmony:
         if not name:
             return []
         try:
-            return [Part(calls=(call_of({"name": name, "arguments": json.loads(text)}),))]
+            call = call_of({"name": name, "arguments": json.loads(text)})
         except Exception:  # what a model writes need not be JSON
-            return [Part(text)]
+            return [Part("text", text)]
+        return [Part("call", call=call)]
 
     def _is_header(self) -> bool:
         header = self._header.lstrip()
@@ -202,15 +193,15 @@ class Harmony:
 
 
 def reader_of(tokenizer: Any, prompt: Tokens, tools: list[Any] | None) -> Reader:
-    known = tokenizer.has_thinking or tokenizer.has_tool_calling or tokenizer.response_transitions
-    named = {} if known else _numbers(tokenizer, Harmony.MARKERS)
-    if len(named) == len(Harmony.MARKERS):
-        return Harmony(*_open_message(tokenizer, prompt, named))
+    if not (tokenizer.has_thinking or tokenizer.has_tool_calling or tokenizer.response_transitions):
+        named = _numbers(tokenizer, Harmony.MARKERS)
+        if len(named) == len(Harmony.MARKERS):
+            return Harmony(*_open_message(tokenizer, prompt, named))
     return Parsed(tokenizer, prompt, tools)
 
 
 def call_of(parsed: Any) -> Call:
-    """What a parser found, in OpenAI's shape."""
+    """A parsed call in OpenAI's shape."""
     if not isinstance(parsed["name"], str) or not parsed["name"]:
         raise ValueError("a call needs a name")
     arguments = parsed.get("arguments", {})
@@ -224,7 +215,7 @@ def call_of(parsed: Any) -> Call:
 
 
 def _initial_state(tokenizer: Any, prompt: Tokens) -> str:
-    """Whether the template has opened the thinking already."""
+    """The state that the template leaves the answer in: it may have opened the thinking."""
     found: str | None = tokenizer.response_initial_state
     if found:
         return found
@@ -236,7 +227,7 @@ def _initial_state(tokenizer: Any, prompt: Tokens) -> str:
 
 
 def _last(prompt: Tokens, wanted: tuple[int, ...]) -> int:
-    """Where a sequence occurs for the last time, or -1. mlx-lm's own search takes its time."""
+    """The last place of a sequence, or -1. mlx-lm's own search takes its time."""
     for at in reversed(np.flatnonzero(prompt == wanted[0]).tolist()):
         if tuple(prompt[at : at + len(wanted)].tolist()) == wanted:
             return int(at)
@@ -244,7 +235,7 @@ def _last(prompt: Tokens, wanted: tuple[int, ...]) -> int:
 
 
 def _numbers(tokenizer: Any, tokens: Iterable[str]) -> dict[str, int]:
-    """Those of the tokens that the vocabulary has. All of it is slow to ask for."""
+    """The numbers of the tokens that the vocabulary has. All of it is slow to ask for."""
     found = ((t, tokenizer.convert_tokens_to_ids(t)) for t in tokens)
     return {t: n for t, n in found if n is not None and n != tokenizer.unk_token_id}
 

@@ -37,13 +37,13 @@ class Stops:
         return Passed(text[: len(text) - keep])
 
     def flush(self) -> str:
-        """What was held back because a stop sequence might have begun."""
+        """The text that was held back because a stop sequence might have begun."""
         text, self._held = self._held, ""
         return text
 
 
 def _begun(text: str, stop: str) -> int:
-    """How much of the end of the text may be the beginning of a stop sequence."""
+    """The length of the text's end that may be the beginning of a stop sequence."""
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while at >= 0:
         if stop.startswith(text[at:]):

@@ -1,4 +1,4 @@
-"""Where the messages of a rendered chat end, and which of these ends no further turn moves."""
+"""The ends of messages in a rendered chat, and the ends among them that no further turn moves."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from rewarm.values import Boundary, Kind, Message
 
+from ..chat import Chat
 from ..messages import is_system
 from ..text import common_text
 from .edges import Edges
 from .encoder import Encoded
-from .probes import Slot, after_a_question, before_a_question, in_a_loop, interrupted
+from .probes import BEFORE_A_QUESTION, INTERRUPTED, Ways, after_a_question, in_a_loop
 from .tags import Tags
-from .template import Context, Template
+from .template import Template
 from .view import Common, Unseen, View, shortened
 
 T = TypeVar("T")
+P = TypeVar("P", bound="tuple[Common | None, ...]")
 
 APART = 8
 """Tokens between two points that are worth two checkpoints."""
@@ -31,7 +34,7 @@ KEPT = 512
 
 @dataclass(frozen=True)
 class MessageEnd:
-    """Where a message's content ends, in tokens."""
+    """The end of a message's content, in tokens."""
 
     index: int
     role: str
@@ -47,10 +50,11 @@ class Rendered:
     """A chat, its text and its tokens."""
 
     chat: list[Message]
-    context: Context
+    context: Chat
+    """It has the tools and the options that all renders share."""
     encoded: Encoded
     continued: bool = False
-    """Whether the answer continues the last message."""
+    """The answer continues the last message."""
 
     @property
     def text(self) -> str:
@@ -58,7 +62,7 @@ class Rendered:
 
     @property
     def system(self) -> int:
-        """How many messages lead the chat that are the system's."""
+        """The number of messages that lead the chat and are the system's."""
         leading = (i for i, m in enumerate(self.chat) if not is_system(m))
         return next(leading, len(self.chat))
 
@@ -70,7 +74,7 @@ class Rendered:
 
 
 class Around(NamedTuple):
-    """Where a chat may go on in another way around its last question."""
+    """The places around the last question at which a chat may go on in another way."""
 
     turn: Common | None
     """Before it."""
@@ -90,7 +94,7 @@ class Finder:
         self._places = _Places()
 
     def view(self, rendered: Rendered) -> View:
-        """What a chat's probes are made on."""
+        """The part of a chat that probes are rendered on."""
         chat = rendered.chat
         kept = None if rendered.continued else shortened(chat, rendered.system, rendered.user)
         text = kept and self._template.attempt(kept.chat, rendered.context)
@@ -106,7 +110,7 @@ class Finder:
         )
 
     def message_begins(self, rendered: Rendered) -> dict[int, int]:
-        """Where the contents begin, in tokens, by message; by one more tagged render."""
+        """The beginnings of the contents, in tokens, by message; by one more tagged render."""
         tags = Tags(rendered.text)
         tagged = tags.begun(rendered.chat, continued=rendered.continued)
         return self._located(rendered, tags, tagged)
@@ -121,7 +125,7 @@ class Finder:
         return {i: position for i, position in located if position is not None}
 
     def generation(self, rendered: Rendered, view: View, ends: Ends) -> int:
-        """Where the generation prompt begins, or the answer that is continued."""
+        """The begin of the generation prompt, or of the answer that is continued."""
         chat = view.chat[:-1] if rendered.continued else view.chat
         without = chat and self._template.attempt(chat, rendered.context, generation=False)
         if without and without != view.text:
@@ -161,8 +165,7 @@ class Finder:
         chat, context = rendered.chat[: rendered.system], rendered.context
 
         def probed() -> tuple[Common | None]:
-            renders = self._probe(chat, context, before_a_question())
-            return (_whole(rendered).common(renders),)
+            return (_whole(rendered).common(self._probe(chat, context, BEFORE_A_QUESTION)),)
 
         key = _digest("system", chat, context)
         position = self._position(rendered, *self._places.of(key, rendered.text, probed))
@@ -172,49 +175,52 @@ class Finder:
 
     def _around(self, rendered: Rendered, view: View, every_turn: bool) -> Around:
         """The steps of a tool loop ask for it again and again."""
-        system, context = rendered.system, rendered.context
         if not view.has_steps:
             # How the view ends says nothing of where the question is.
             view = _whole(rendered)
 
         def probed(view: View) -> Around:
-            before, asked = view.chat[: view.user], view.chat[: view.user + 1]
-            turn = None
-            if view.user > system and not every_turn:
-                turn = view.common(self._probe(before, context, before_a_question()))
-            answered = self._probe(asked, context, after_a_question(context.tools))
-            if not answered:
-                return Around(turn, None, None)
-            # The question itself, whatever follows it in this chat.
-            last = len(asked) == len(view.chat) and not rendered.continued
-            alone = view.text if last else self._template.attempt(asked, context)
-            answered += [alone] if alone is not None else []
-            others = self._probe(asked, context, interrupted()) or []
-            return Around(turn, view.common([*answered, *others]), view.common(answered))
+            return self._probed(rendered, view, every_turn)
 
-        key = _digest(f"question {every_turn}", rendered.chat[: rendered.user + 1], context)
-        text = rendered.text
-        return Around(*self._places.of(key, text, lambda: _seen(rendered, view, probed)))
+        asked = rendered.chat[: rendered.user + 1]
+        key = _digest(f"question {every_turn}", asked, rendered.context)
+        return self._places.of(key, rendered.text, partial(_seen, rendered, view, probed))
 
-    def _loop(self, view: View, context: Context) -> Common | None:
+    def _probed(self, rendered: Rendered, view: View, every_turn: bool) -> Around:
+        context = rendered.context
+        before, asked = view.chat[: view.user], view.chat[: view.user + 1]
+        turn = None
+        if view.user > rendered.system and not every_turn:
+            turn = view.common(self._probe(before, context, BEFORE_A_QUESTION))
+        answered = self._probe(asked, context, after_a_question(context.tools))
+        if not answered:
+            return Around(turn, None, None)
+        # The question itself, whatever follows it in this chat.
+        last = len(asked) == len(view.chat) and not rendered.continued
+        alone = view.text if last else self._template.attempt(asked, context)
+        answered += [alone] if alone is not None else []
+        others = self._probe(asked, context, INTERRUPTED) or []
+        return Around(turn, view.common([*answered, *others]), view.common(answered))
+
+    def _loop(self, view: View, context: Chat) -> Common | None:
         return view.common(self._probe(view.chat, context, in_a_loop(context.tools)))
 
     def _probe(
-        self, chat: list[Message], context: Context, slots: Iterable[Slot]
+        self, chat: list[Message], context: Chat, endings: Iterable[Ways]
     ) -> list[str] | None:
         """The chat with each of the endings; None where the template refuses one it needs."""
         renders = []
-        for slot in slots:
-            attempts = (self._template.attempt([*chat, *e], context) for e in slot.endings)
+        for ways in endings:
+            attempts = (self._template.attempt([*chat, *e], context) for e in ways.endings)
             accepted = next((a for a in attempts if a is not None), None)
             if accepted is not None:
                 renders.append(accepted)
-            elif slot.needed:
+            elif ways.needed:
                 return None
         return renders
 
     def _position(self, rendered: Rendered, common: Common | None) -> int | None:
-        """How many tokens the prompt and the probes begin with alike."""
+        """The number of tokens that the prompt and the probes begin with alike."""
         if common is None:
             return None
         return self._edges.edge(rendered.encoded, common.at, common.tails)
@@ -228,26 +234,25 @@ class _Places:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, tuple[bytes, tuple[Common | None, ...]]] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[bytes, Any]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(
-        self, key: bytes, text: str, find: Callable[[], tuple[Common | None, ...]]
-    ) -> tuple[Common | None, ...]:
+    def of(self, key: bytes, text: str, find: Callable[[], P]) -> P:
         with self._lock:
             known = self._known.get(key)
         # A template may write the date: then what is remembered is yesterday's.
-        if known is None or known[0] != _digest(text[: _furthest(known[1])]):
+        if known is None or known[0] != _text_digest(text[: _furthest(known[1])]):
             found = find()
             if not all(place.goes_with for place in found if place is not None):
                 return found
-            known = _digest(text[: _furthest(found)]), found
+            known = _text_digest(text[: _furthest(found)]), found
         with self._lock:
             self._known[key] = known
             self._known.move_to_end(key)
             while len(self._known) > KEPT:
                 self._known.popitem(last=False)
-        return known[1]
+        places: P = known[1]
+        return places
 
 
 def _furthest(places: Iterable[Common | None]) -> int:
@@ -259,7 +264,7 @@ def _whole(rendered: Rendered) -> View:
 
 
 def _seen(rendered: Rendered, view: View, find: Callable[[View], T]) -> T:
-    """What is found in a view, or else in the whole chat."""
+    """Find something in a view, or else in the whole chat."""
     try:
         return find(view)
     except Unseen:
@@ -295,14 +300,22 @@ def _beyond(found: list[Boundary], position: int | None, kind: Kind, apart: int)
 def _distinct(found: list[Boundary], stop: int) -> tuple[Boundary, ...]:
     """In order, one for each position: a durable one rather than another, one with a kind first."""
     best: dict[int, Boundary] = {}
-    for boundary in sorted(found, key=lambda b: (b.durable, b.kind is not None)):
+    for boundary in sorted(found, key=_rank):
         # The last token of a prompt is left to the first decode step.
-        position = min(boundary.position, stop - 1)
-        if position > 0:
-            best[position] = replace(boundary, position=position)
+        if boundary.position >= stop:
+            boundary = replace(boundary, position=stop - 1)
+        if boundary.position > 0:
+            best[boundary.position] = boundary
     return tuple(best[p] for p in sorted(best))
 
 
-def _digest(*parts: object) -> bytes:
-    words = repr(parts)
-    return hashlib.blake2b(words.encode(errors="surrogatepass"), digest_size=16).digest()
+def _rank(boundary: Boundary) -> tuple[bool, bool]:
+    return boundary.durable, boundary.kind is not None
+
+
+def _digest(what: str, chat: list[Message], context: Chat) -> bytes:
+    return _text_digest(repr((what, chat, context.tools, context.template)))
+
+
+def _text_digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()

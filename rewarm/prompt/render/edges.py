@@ -15,7 +15,7 @@ from ..text import common_tokens
 from .encoder import Encoded, Encoder
 
 FOLLOWERS = ("Aa", "a", "1", " x", "  ", "\n", "\n\n", ".", '"', "\\n", "{", "[", "<", "é", "中")
-"""What a message may begin with. A token that one of them changes is not part of what is common."""
+"""Beginnings of messages. A token that one of them changes is not part of what is common."""
 
 FAR = 16384
 """Characters between a place and an anchor beyond which its position is not worth finding."""
@@ -53,7 +53,7 @@ class Edges:
         return self._edge(whole, at, (), FAR_END if after is not None else 0, FAR_END)
 
     def edge(self, whole: Encoded, at: int, tails: Iterable[str] = ()) -> int | None:
-        """How many tokens stay the same whatever follows the first `at` characters.
+        """The number of tokens that stay the same whatever follows the first `at` characters.
 
         `tails` are texts that are known to follow. None where it is too far from an anchor.
         """

@@ -114,7 +114,7 @@ class Encoder:
         return nearest
 
     def _anchors(self, text: str, start: int, tokens: Tokens, before: int) -> list[Anchor] | None:
-        """Where the added tokens are, in characters and in tokens; None where the two disagree."""
+        """The places of added tokens, in characters and in tokens; None where the two disagree."""
         if self._pattern is None:
             return []
         matches = list(self._pattern.finditer(text, start))

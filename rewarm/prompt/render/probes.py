@@ -28,42 +28,37 @@ Ending = tuple[Message, ...]
 
 
 @dataclass(frozen=True)
-class Slot:
+class Ways:
     """An ending that a boundary must hold for, and what to try where the template refuses it."""
 
     endings: tuple[Ending, ...]
     needed: bool = True
-    """Whether the boundary is lost where the template refuses all of them."""
+    """The boundary is lost where the template refuses all of them."""
 
 
-def before_a_question() -> tuple[Slot, ...]:
-    """How a chat goes on that is the user's to continue. Two questions in a row show the templates
-    that move earlier text to the last one."""
+BEFORE_A_QUESTION = (
+    Ways(((QUESTION, ANSWER, OTHER), (QUESTION,))),
+    Ways(((OTHER, QUESTION), (OTHER,))),
+)
+"""The ways in which a chat goes on that is the user's to continue. Two questions in a row show the
+templates that move earlier text to the last one."""
+
+ANSWERED = (Ways(((ANSWER, QUESTION),)), Ways(((THOUGHT, QUESTION),), needed=False))
+
+INTERRUPTED = (Ways(((OTHER,),), needed=False),)
+"""Another message of the user comes instead of an answer."""
+
+
+def after_a_question(tools: list[Any] | None) -> tuple[Ways, ...]:
+    """The ways in which a chat goes on after the user's message."""
+    return (*ANSWERED, Ways((called(tools),), needed=False)) if tools else ANSWERED
+
+
+def in_a_loop(tools: list[Any] | None) -> tuple[Ways, ...]:
+    """The ways in which a chat goes on after a tool's result."""
     return (
-        Slot(((QUESTION, ANSWER, OTHER), (QUESTION,))),
-        Slot(((OTHER, QUESTION), (OTHER,))),
-    )
-
-
-def after_a_question(tools: list[Any] | None) -> tuple[Slot, ...]:
-    """How a chat goes on after the user's message."""
-    slots = (
-        Slot(((ANSWER, QUESTION),)),
-        Slot(((THOUGHT, QUESTION),), needed=False),
-    )
-    return (*slots, Slot((called(tools),), needed=False)) if tools else slots
-
-
-def interrupted() -> tuple[Slot, ...]:
-    """Another message of the user comes instead of an answer."""
-    return (Slot(((OTHER,),), needed=False),)
-
-
-def in_a_loop(tools: list[Any] | None) -> tuple[Slot, ...]:
-    """How a chat goes on after a tool's result."""
-    return (
-        Slot((called(tools), (ANSWER, QUESTION))),
-        Slot((called(tools, thought="Hm."), (THOUGHT, QUESTION)), needed=False),
+        Ways((called(tools), (ANSWER, QUESTION))),
+        Ways((called(tools, thought="Hm."), (THOUGHT, QUESTION)), needed=False),
     )
 
 

@@ -12,14 +12,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rewarm.errors import InvalidPrompt
 from rewarm.values import Boundary, Message, Tokens
 
-from ..messages import REASONING, normalised
+from ..chat import Chat, chat_of
+from ..messages import REASONING
 from ..text import common_text
 from .boundaries import Ends, Finder, MessageEnd, Rendered
 from .edges import Edges
 from .encoder import Encoder
 from .probes import OTHER, QUESTION, RESULTS, results
 from .tags import Tags
-from .template import Context, Refused, Template
+from .template import Refused, Template
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Prompt:
     marks: tuple[int, ...] = ()
     """Positions of explicit marks."""
     generation: int = 0
-    """Where the generation prompt begins, or the answer that is continued."""
+    """The begin of the generation prompt, or of the answer that is continued."""
     locate: Ends = tuple
 
     @property
@@ -58,54 +59,50 @@ class ChatRenderer:
         *,
         every_turn: bool = False,
         continue_final: bool = False,
-        marks: Iterable[int] = (),
+        marked: Iterable[int] = (),
         **template_options: Any,
     ) -> Prompt:
+        """The prompt of messages in any spelling, with the options of a chat."""
+        chat = chat_of(
+            messages,
+            tools,
+            template=template_options,
+            continue_final=continue_final,
+            marked=tuple(marked),
+        )
+        return self.prompt(chat, every_turn=every_turn)
+
+    def prompt(self, chat: Chat, *, every_turn: bool = False) -> Prompt:
         """The prompt of a chat.
 
         `every_turn` gives the boundaries of all earlier turns too, which the grid of `exact` needs.
-        `continue_final`: the answer continues the last message, which is the assistant's.
-        `marks` are messages whose ends shall be checkpoints; -1 is the end of system and tools.
         """
-        chat = normalised(messages)
-        context = Context(tools or None, template_options)
-        continued = continue_final and _is_begun(chat)
-        if continue_final and not continued:
-            chat = chat[:-1]
+        said = chat.messages
+        continued = chat.continue_final and _is_begun(said)
+        if chat.continue_final and not continued:
+            said = said[:-1]
         try:
-            text = (
-                self._continued(chat, context)
-                if continued
-                else self._template.render(chat, context)
-            )
+            text = self._continued(said, chat) if continued else self._template.render(said, chat)
         except Refused as refused:
             raise InvalidPrompt(str(refused)) from refused
         encoded = self._encoder.encode(text)
-        return self._prompt(Rendered(chat, context, encoded, continued), every_turn, marks)
+        return self._prompt(Rendered(said, chat, encoded, continued), every_turn, chat.marked)
 
-    def ahead(
-        self,
-        messages: Sequence[Message],
-        tools: list[Any] | None = None,
-        *,
-        every_turn: bool = False,
-        **template_options: Any,
-    ) -> Prompt | None:
-        """What the next turn's prompt will begin with, after the answer that ends these messages.
-        None where the template refuses to go on."""
-        chat = normalised(messages)
-        context = Context(tools or None, template_options)
+    def ahead(self, answered: Chat, *, every_turn: bool = False) -> Prompt | None:
+        """The beginning of the next turn's prompt, after the answer that ends this chat. None
+        where the template refuses to go on."""
+        chat = answered.messages
         calls = chat[-1].get("tool_calls")
         if calls:
             endings = [results(calls, RESULTS[0]), results(calls, RESULTS[1], named=True)]
         else:
             endings = [(QUESTION,), (OTHER,)]
-        texts = [self._template.attempt([*chat, *ending], context) for ending in endings]
+        texts = [self._template.attempt([*chat, *ending], answered) for ending in endings]
         first, other = texts
         if first is None or other is None:
             return None
         at = common_text(first, other)
-        rendered = Rendered([*chat, *endings[0]], context, self._encoder.encode(first))
+        rendered = Rendered([*chat, *endings[0]], answered, self._encoder.encode(first))
         stop = self._edges.edge(rendered.encoded, at, [first[at : at + 32], other[at : at + 32]])
         if not stop:
             return None
@@ -117,24 +114,30 @@ class ChatRenderer:
             locate=lambda: tuple(e for e in whole.ends if e.position <= stop),
         )
 
-    def _prompt(self, rendered: Rendered, every_turn: bool, marks: Iterable[int]) -> Prompt:
+    def _prompt(self, rendered: Rendered, every_turn: bool, marked: Iterable[int]) -> Prompt:
         ends = cache(lambda: self._finder.message_ends(rendered))
         view = self._finder.view(rendered)
         boundaries = self._finder.boundaries(rendered, view, ends, every_turn=every_turn)
         generation = self._finder.generation(rendered, view, ends)
-        wanted = set(marks)
-        places = {e.index: e.position for e in ends()} if wanted else {}
+        marks = self._marks(rendered, marked, boundaries, generation, ends) if marked else ()
+        return Prompt(rendered.encoded.tokens, boundaries, marks, generation, ends)
+
+    def _marks(
+        self,
+        rendered: Rendered,
+        marked: Iterable[int],
+        boundaries: Sequence[Boundary],
+        generation: int,
+        ends: Ends,
+    ) -> tuple[int, ...]:
+        """The positions of marked messages' ends."""
+        wanted = set(marked)
+        places = {e.index: e.position for e in ends()}
         places.update((-1, b.position) for b in boundaries if b.kind == "system")
         lost = sorted(m for m in wanted - places.keys() if 0 <= m < len(rendered.chat))
         if lost:
             places |= self._nearest(rendered, lost, places, boundaries, generation)
-        return Prompt(
-            rendered.encoded.tokens,
-            boundaries,
-            tuple(sorted({places[m] for m in wanted if m in places})),
-            generation,
-            ends,
-        )
+        return tuple(sorted({places[m] for m in wanted if m in places}))
 
     def _nearest(
         self,
@@ -160,7 +163,7 @@ class ChatRenderer:
                 found[m] = place
         return found
 
-    def _continued(self, chat: list[Message], context: Context) -> str:
+    def _continued(self, chat: list[Message], context: Chat) -> str:
         """The text up to the end of the last message's content, whatever a template adds there."""
         tags = Tags("".join(m["content"] for m in chat))
         tagged = self._template.render(tags.tagged(chat, continued=True), context, generation=False)
@@ -171,7 +174,7 @@ class ChatRenderer:
 
 
 def _is_begun(chat: list[Message]) -> bool:
-    """Whether there is an answer to continue; an empty one is only an answer to begin."""
+    """There is an answer to continue; an empty one is only an answer to begin."""
     last = chat[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         raise InvalidPrompt("only a last message of the assistant, with text, can be continued")

@@ -1,4 +1,4 @@
-"""Where messages end in a rendered chat, by rendering it once more with tags in the contents.
+"""Ends of messages in a rendered chat, found by one more render with tags in the contents.
 
 Where taking the tags out gives the text without them, the template has only copied the contents,
 and the places of the tags are the messages' ends.
@@ -42,7 +42,7 @@ class Tags:
         return tagged
 
     def places(self, rendered: str, text: str, *, whole: bool = True) -> dict[int, int]:
-        """Where the tags are in the text, in characters, by message. Not `whole`: the text is
+        """The places of the tags in the text, in characters, by message. Not `whole`: the text is
         only the beginning of what was rendered."""
         found: dict[int, list[int]] = {}
         parts: list[str] = []
@@ -64,7 +64,7 @@ class Tags:
         }
 
     def before_last(self, rendered: str) -> str | None:
-        """What is rendered before the last tag."""
+        """The text that is rendered before the last tag."""
         matches = list(self._pattern.finditer(rendered))
         return self._pattern.sub("", rendered[: matches[-1].start()]) if matches else None
 

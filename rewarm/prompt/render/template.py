@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from rewarm.errors import InvalidPrompt
-from rewarm.options import TAKEN_BY_RENDERING
 from rewarm.values import Message
 
-from ..messages import dialects, system_for_developer
-
-
-def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Template options as a request may give them. Raises InvalidPrompt for any other."""
-    for name in options:
-        if not isinstance(name, str) or name in TAKEN_BY_RENDERING:
-            raise InvalidPrompt(f"the template option {name!r} cannot be set by a request")
-    return dict(options)
-
+from ..chat import Chat
+from ..messages import rewordings, system_for_developer
 
 WORDS = "Rewarm asks"
 
 
 class Refused(Exception):
     """The template raised; the message is its own."""
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a chat is rendered with, beside its messages."""
-
-    tools: list[Any] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        checked_options(self.options)
 
 
 class Template:
@@ -47,14 +26,15 @@ class Template:
         self._developer: bool | None = None
         self._parts: bool | None = None
 
-    def render(self, chat: list[Message], context: Context, *, generation: bool = True) -> str:
-        """The text of a normalised chat. Raises Refused."""
+    def render(self, chat: list[Message], context: Chat, *, generation: bool = True) -> str:
+        """The text of canonical messages, with the tools and options of `context`. Raises
+        Refused."""
         if not getattr(self._tokenizer, "has_chat_template", True):
             raise Refused("this model has no chat template: use completions, with text or tokens")
         if any(m["role"] == "developer" for m in chat) and not self._takes_developer():
             chat = system_for_developer(chat)
         first: Refused | None = None
-        for way in dialects(chat):
+        for way in rewordings(chat):
             if self._wants_parts():
                 way = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in way]
             try:
@@ -63,23 +43,20 @@ class Template:
                 first = first or refused
         raise first or Refused("there is nothing to render")
 
-    def attempt(
-        self, chat: list[Message], context: Context, *, generation: bool = True
-    ) -> str | None:
+    def attempt(self, chat: list[Message], context: Chat, *, generation: bool = True) -> str | None:
         """As `render`, for a probe: None where the template refuses it."""
         try:
             return self.render(chat, context, generation=generation)
         except Refused:
             return None
 
-    def _render(self, chat: list[Message], context: Context, generation: bool) -> str:
+    def _render(self, chat: list[Message], context: Chat, generation: bool) -> str:
+        apply: Callable[..., Any] = self._tokenizer.apply_chat_template
+        if context.template:
+            apply = partial(apply, **context.template)
         try:
-            text = self._tokenizer.apply_chat_template(
-                chat,
-                tools=context.tools,
-                add_generation_prompt=generation,
-                tokenize=False,
-                **context.options,
+            text = apply(
+                chat, tools=context.tools, add_generation_prompt=generation, tokenize=False
             )
         except RecursionError:
             raise Refused("the messages or tools are nested too deeply") from None
@@ -91,13 +68,13 @@ class Template:
         return text
 
     def _takes_developer(self) -> bool:
-        """Whether the role "developer" reaches the prompt: some templates drop it in silence."""
+        """The role "developer" reaches the prompt: some templates drop it in silence."""
         if self._developer is None:
             self._developer = self._shows("developer", WORDS)
         return self._developer
 
     def _wants_parts(self) -> bool:
-        """Whether the template shows contents only as lists of parts, as for images."""
+        """The template shows contents only as lists of parts, as for images."""
         if self._parts is None:
             parts = [{"type": "text", "text": WORDS}]
             self._parts = not self._shows("user", WORDS) and self._shows("user", parts)
@@ -108,6 +85,6 @@ class Template:
         if role != "user":
             chat.append({"role": "user", "content": "Hm?"})
         try:
-            return WORDS in self._render(chat, Context(), True)
+            return WORDS in self._render(chat, Chat(chat), True)
         except Refused:
             return False

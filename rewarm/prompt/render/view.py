@@ -1,4 +1,4 @@
-"""What a chat's probes are made on: its end, where that renders as it does in the whole chat."""
+"""The part of a chat that probes are rendered on: its end, if that renders as in the whole."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Common(NamedTuple):
     at: int
     """In characters."""
     tails: tuple[str, ...]
-    """How the other endings go on from there."""
+    """The texts with which the other endings go on from there."""
     goes_with: bool = True
     """The prompt agrees with the other endings for as long as they agree with each other.
 
@@ -49,7 +49,7 @@ class Kept(NamedTuple):
     user: int
     """The last message of the user."""
     has_steps: bool
-    """Whether all that follows it was kept."""
+    """All that follows it was kept."""
 
 
 def shortened(chat: list[Message], system: int, user: int) -> Kept | None:
@@ -58,6 +58,8 @@ def shortened(chat: list[Message], system: int, user: int) -> Kept | None:
     A template may treat the first message of a kind in its own way, or every one that says what the
     last question says. So there is one of each kind in what is kept, and no such question is left
     out."""
+    if len(chat) <= WORTH:
+        return None
     before, after = range(system, user), range(user + 1, len(chat))
     questions = [i for i in before if chat[i]["role"] == "user"]
     steps = [i for i in after if chat[i]["role"] == "assistant"]
@@ -89,7 +91,7 @@ class View:
     text: str
     user: int
     has_steps: bool = True
-    """Whether all that follows the last question is there."""
+    """All that follows the last question is there."""
     begins: int = 0
     """From here on the text is the end of the whole one."""
     left_out: int = 0

@@ -15,11 +15,10 @@ from rewarm.cache import Stats
 from rewarm.cache.find import MEMORY
 from rewarm.cache.tiers.base import TierStats
 from rewarm.cache.tiers.disk.tier import DiskTier
-from rewarm.engine.engine import Engine, EngineStats
+from rewarm.engine import Engine, EngineStats
 from rewarm.errors import CacheClosed, NotReady
+from rewarm.generate.generation import Run
 from rewarm.values import Cost, Reason
-
-from ..work import Run
 
 FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -101,39 +100,36 @@ class Metrics:
     def ran(self, run: Run, endpoint: str) -> None:
         tokens = sum(choice.tokens for choice in run.choices)
         self._generated.labels(endpoint).inc(tokens)
-        report = run.report
-        if report is None:
+        cost = run.cost
+        if cost is None:
             return
-        match = report.match
+        match = cost.match
         self._prompt.labels(endpoint, "cached").inc(match.resume)
-        self._prompt.labels(endpoint, "prefilled").inc(report.prefilled)
-        self._prompt.labels(endpoint, "replayed").inc(min(match.replay, report.prefilled))
+        self._prompt.labels(endpoint, "prefilled").inc(cost.prefilled)
+        self._prompt.labels(endpoint, "replayed").inc(cost.replayed)
         if match.tier is not None:
-            self._resumed.labels(match.tier, report.resumed_at or "none").inc()
-            self._restored.labels(match.tier).inc(report.restored_bytes)
+            self._resumed.labels(match.tier, cost.resumed_at or "none").inc()
+            self._restored.labels(match.tier).inc(cost.restored_bytes)
         if run.miss is not None:
             self._missed.labels(run.miss["reason"]).inc()
             self._missed_tokens.labels(run.miss["reason"]).inc(run.miss.get("tokens", 0))
         if tokens:
-            self._timed(report, endpoint)
+            self._timed(cost, endpoint)
 
-    def _timed(self, report: Cost, endpoint: str) -> None:
-        self._first_token.labels(endpoint).observe(report.ttft_ms / 1e3)
-        parts = {
-            "queue": report.queued_ms,
-            "match": report.match_ms,
-            "restore": report.restore_ms,
-            "prefill": report.prefill_ms,
-        }
-        for part, ms in parts.items():
-            self._part.labels(part).observe(ms / 1e3)
+    def _timed(self, cost: Cost, endpoint: str) -> None:
+        for name, ms in cost.timings.items():
+            part = name.removesuffix("_ms")
+            if part == "ttft":
+                self._first_token.labels(endpoint).observe(ms / 1e3)
+            else:
+                self._part.labels(part).observe(ms / 1e3)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
 
 class _Now(Collector):
-    """What the engine and the cache say of themselves when they are asked."""
+    """The figures that the engine and the cache give when they are asked."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

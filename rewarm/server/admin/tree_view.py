@@ -15,12 +15,12 @@ from typing import Any
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.views.survey import BYTES, COLUMNS, KINDS, SUMMED, Survey
-from rewarm.generate.labels import Label, Labels, Mark
+from rewarm.generate.why.labels import Label, Labels, MessageStart
 
 from ..errors import ApiError
 
 SHARE = 0.01
-"""Of a thread's time that long surveys may take while somebody looks on."""
+"""The share of a thread's time that long surveys may take while somebody looks on."""
 SHORT = 0.01
 """Seconds of a survey that is taken whenever something has changed."""
 LABELS = 200
@@ -35,18 +35,18 @@ class Wish:
     depth: int = 1 << 30
     limit: int = 256
     offset: int = 0
-    """How many of the root's children, in order of size, are left out."""
+    """The number of the root's largest children that are left out."""
     salt: str | None = None
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a reply has of a survey."""
+    """The part of a survey that a reply has."""
 
     rows: list[int]
     """Parents first."""
     taken: dict[int, int]
-    """How many of its children each of them has in the reply."""
+    """The number of children that each of them has in the reply."""
 
 
 class TreeView:
@@ -225,25 +225,25 @@ class _Page:
         if label is None:
             key = survey.keys[row]
             above = int(survey.cells[row, 0])
-            label = self.labels.label(key, self._marks(row), self._role_at_end(above))
+            label = self.labels.label(key, self._starts(row), self._role_at_end(above))
         self.words[name] = label
         return label
 
-    def _marks(self, row: int) -> list[Mark]:
+    def _starts(self, row: int) -> list[MessageStart]:
         before, above = b"", int(self.survey.cells[row, 0])
         while above > 0 and len(before) < self.labels.longest:
             before = self.survey.keys[above][-self.labels.longest :] + before
             above = int(self.survey.cells[above, 0])
-        return self.labels.marks(self.survey.keys[row], before)
+        return self.labels.starts(self.survey.keys[row], before)
 
     def _role_at_end(self, row: int) -> str | None:
         """The role of the message that a span ends in."""
         climbed = []
         while row > 0 and row not in self._last_roles:
             climbed.append(row)
-            marks = self._marks(row)
-            if marks:
-                self._last_roles[row] = marks[-1].role
+            starts = self._starts(row)
+            if starts:
+                self._last_roles[row] = starts[-1].role
                 break
             row = int(self.survey.cells[row, 0])
         role = self._last_roles.get(row)

@@ -138,7 +138,7 @@ class OutputConfig(Body):
 
 
 class CountRequest(Body):
-    """What is counted for a prompt."""
+    """The part of a request that makes its prompt."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]

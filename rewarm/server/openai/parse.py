@@ -1,16 +1,21 @@
-"""OpenAI's requests."""
+"""OpenAI's requests, and the chats and texts that they are."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
+from rewarm.generate.options import RETURNING, GenerationOptions
+from rewarm.options import ServerOptions
+from rewarm.prompt.chat import Chat, Text
+from rewarm.prompt.messages import assistant_message, tool_message
 from rewarm.values import Message
 
-from ..errors import bad_request
+from ..errors import ApiError, bad_request
 from ..fields import (
+    Asked,
     Body,
     Effort,
     Refused,
@@ -20,8 +25,11 @@ from ..fields import (
     TokenCount,
     one_of,
     refuse,
+    thinking_options,
 )
-from ..messages import assistant_message, tool_message
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default for plain completions."""
 
 CONSTRAINED = Refused("answers cannot be constrained to a grammar or schema; leave it out")
 OTHER_SAMPLING = Refused("this way of sampling is not built in; leave it out", (0, 0.0, False, []))
@@ -74,13 +82,17 @@ REFUSED = {
 }
 
 
-class Part(Body):
+REFUSED_IN_CONTINUED = {k: v for k, v in REFUSED.items() if k != "add_generation_prompt"}
+"""There is none where an answer goes on."""
+
+
+class TextPart(Body):
     type: one_of("text", "refusal", advice="this server reads text parts only")  # type: ignore[valid-type]
     text: str | None = None
     refusal: str | None = None
 
     @model_validator(mode="after")
-    def _has_its_text(self) -> Part:
+    def _has_its_text(self) -> TextPart:
         if getattr(self, str(self.type)) is None:
             raise ValueError(f"a {self.type} part needs {self.type!r}")
         return self
@@ -100,10 +112,14 @@ class ToolCall(Body):
     type: Literal["function"] = "function"
     function: Function
 
+    def as_call(self) -> dict[str, Any]:
+        called = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": "function", "function": called}
+
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -126,26 +142,18 @@ class ChatMessage(Body):
         return self.content or ""
 
     def as_message(self) -> Message:
+        if self.role == "tool":
+            return tool_message(self.text, self.tool_call_id, self.name)
         if self.role == "assistant":
-            calls = [
-                {"id": c.id, "function": {"name": c.function.name, "arguments": _text_of(c)}}
-                for c in self.tool_calls or ()
-            ]
+            calls = [call.as_call() for call in self.tool_calls or ()]
             message = assistant_message(
                 self.text, self.reasoning_content or self.reasoning or "", calls
             )
-        elif self.role == "tool":
-            return tool_message(self.text, self.tool_call_id, self.name)
         else:
             message = {"role": self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
         return message
-
-
-def _text_of(call: ToolCall) -> str:
-    given = call.function.arguments
-    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -207,19 +215,31 @@ class OpenAIRequest(Sampled):
 
     @model_validator(mode="after")
     def _supported(self) -> OpenAIRequest:
-        extra = dict(self.model_extra or {})
-        if isinstance(self, ChatRequest) and self.continues:
-            extra.pop("add_generation_prompt", None)  # there is none where an answer goes on
-        refuse(extra, REFUSED)
+        refuse(self.model_extra, self.refused)
         return self
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    def refused(self) -> Mapping[str, Refused]:
+        return REFUSED
 
     @property
     def usage_in_stream(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    def options(
+        self, max_tokens: int | None, top_logprobs: int | None, one_call: bool = False
+    ) -> GenerationOptions:
+        return GenerationOptions(
+            max_tokens=max_tokens,
+            sampling=self.sampling(),
+            n=self.n or 1,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            top_logprobs=top_logprobs,
+            one_call=one_call,
+            salt=self.cache_salt,
+            hint=RETURNING if self.prompt_cache_key else 1.0,
+            stream=bool(self.stream),
+        )
 
 
 class ChatRequest(OpenAIRequest):
@@ -252,6 +272,36 @@ class ChatRequest(OpenAIRequest):
         last = self.messages[-1]
         return bool(self.continue_final_message or last.prefix or last.partial)
 
+    @property
+    def refused(self) -> Mapping[str, Refused]:
+        return REFUSED_IN_CONTINUED if self.continues else REFUSED
+
+    def chat(self) -> Chat:
+        tools, must_call = self._shown()
+        template = thinking_options(self.reasoning_effort, self.enable_thinking)
+        template.update(self.chat_template_kwargs or ())
+        return Chat(
+            messages=[message.as_message() for message in self.messages],
+            tools=tools,
+            template=template,
+            continue_final=self.continues,
+            must_call=must_call,
+        )
+
+    def _shown(self) -> tuple[list[dict[str, Any]] | None, bool]:
+        """The tools that the model is shown; true where it has to call one."""
+        if not self.tools or self.tool_choice == "none":
+            return None, False
+        if not isinstance(self.tool_choice, NamedTool):
+            return self.tools, self.tool_choice == "required"
+        name = self.tool_choice.function.name
+        named = [tool for tool in self.tools if tool["function"]["name"] == name]
+        if not named:
+            raise bad_request(
+                f"tool_choice: there is no tool {name[:80]!r} in tools", "tool_choice"
+            )
+        return named[:1], True
+
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
@@ -281,3 +331,36 @@ class CompletionRequest(OpenAIRequest):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
+
+
+def parse_chat(
+    body: bytes, server: ServerOptions, schema: type[ChatRequest] = ChatRequest
+) -> Asked:
+    asked = schema.model_validate_json(body)
+    limit = asked.max_completion_tokens or asked.max_tokens
+    top_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+    options = asked.options(limit, top_logprobs, asked.parallel_tool_calls is False)
+    return Asked(asked.chat(), options, asked)
+
+
+def parse_completion(
+    body: bytes, server: ServerOptions, schema: type[CompletionRequest] = CompletionRequest
+) -> Asked:
+    asked = schema.model_validate_json(body)
+    options = asked.options(asked.max_tokens or COMPLETION_TOKENS, asked.logprobs)
+    return Asked(Text(asked.prompts, bool(asked.echo)), options, asked)
+
+
+def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
+    if error.status == 429:
+        kind = "rate_limit_error"
+    else:
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {
+        "error": {
+            "message": error.message,
+            "type": kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }

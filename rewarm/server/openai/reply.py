@@ -1,76 +1,198 @@
-"""OpenAI's replies, whole and as streams."""
+"""OpenAI's replies, whole and as streams: chunks of a reply, then `[DONE]`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import rewarm
-from rewarm.generate.collect import Choice
+from rewarm.generate.generation import Choice, Delta, Ended, Generation, Progress
+from rewarm.prompt.parse.texts import TokenTexts
 from rewarm.values import Sampled
 
-from ..texts import TokenTexts
-from ..usage import openai_usage, rewarm_object
-from ..work import Work
+from ..dialect import KEEP_ALIVE, Dialect, ReplyWriter, cached_tokens, rewarm_object
+from ..errors import ApiError
+from ..work import data
+from .parse import (
+    ChatRequest,
+    CompletionRequest,
+    error_body,
+    parse_chat,
+    parse_completion,
+)
 
+DONE = "data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
-"""What OpenAI gives where a probability is 0; JSON has no infinity."""
+"""The value that OpenAI gives where a probability is 0; JSON has no infinity."""
+
+ChoiceBody = dict[str, Any]
+NOTHING: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Head:
-    """What every object of a reply begins with."""
-
-    id: str
-    kind: str
-    """"chat.completion" or "text_completion"."""
-    model: str
-    texts: TokenTexts
-    created: int = field(default_factory=lambda: int(time.time()))
-    fingerprint: str = f"rewarm-{rewarm.__version__}"
-
-    def body(self, choices: list[dict[str, Any]], *, chunk: bool = False) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": f"{self.kind}.chunk"
-            if chunk and self.kind == "chat.completion"
-            else self.kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
-        }
-
-
-def whole_reply(head: Head, work: Work, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def usage(generation: Generation) -> dict[str, Any]:
+    prompt = sum(len(run.prompt.tokens) for run in generation.runs)
+    completion = sum(choice.tokens for choice in generation.choices)
+    thinking = sum(choice.reasoning_tokens for choice in generation.choices)
     return {
-        **head.body(choices),
-        "usage": openai_usage(work.runs),
-        "rewarm": rewarm_object(work.runs),
-    }
-
-
-def chat_choice(head: Head, index: int, choice: Choice, *, logprobs: bool) -> dict[str, Any]:
-    answer = choice.answer
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-    if answer.reasoning:
-        message["reasoning_content"] = message["reasoning"] = answer.reasoning
-    if choice.calls:
-        message["tool_calls"] = choice.calls
-        message["content"] = answer.text or None
-    return {
-        "index": index,
-        "message": message,
-        "logprobs": chat_logprobs(head.texts, choice.sampled) if logprobs else None,
-        "finish_reason": finish_reason(choice.finish),
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens(generation)},
+        "completion_tokens_details": {"reasoning_tokens": thinking},
     }
 
 
 def finish_reason(finish: str) -> str:
     """An answer that the server had to break off was cut short, as by a limit."""
     return "length" if finish == "cancelled" else finish
+
+
+def finite(logprob: float | None) -> float:
+    # Not a number fails the comparison too.
+    return logprob if logprob is not None and logprob > LEAST_LOGPROB else LEAST_LOGPROB
+
+
+@dataclass
+class OpenAIReply(ReplyWriter):
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    _progress: Progress | None = None
+    _held: dict[str, Any] | None = None
+    """The last chunk with a finish reason, held back until it is known whether it is the last."""
+
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk = "chat.completion.chunk"
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.model = self.asked.body.model or self.model
+        self.has_usage = self.asked.body.usage_in_stream
+        self.logprobs = self.asked.options.top_logprobs is not None
+
+    @abstractmethod
+    def choice(self, index: int, choice: Choice) -> ChoiceBody:
+        """A whole choice, without its finish reason."""
+
+    @abstractmethod
+    def part(self, event: Delta) -> ChoiceBody:
+        """A choice with what is new."""
+
+    @abstractmethod
+    def nothing(self, index: int) -> ChoiceBody:
+        """A choice with nothing new."""
+
+    def body(self, kind: str, choices: list[ChoiceBody]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"rewarm-{rewarm.__version__}",
+            "choices": choices,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        choices = [
+            {**self.choice(i, choice), "finish_reason": finish_reason(choice.finish)}
+            for i, choice in enumerate(self.work.choices)
+        ]
+        body = self.body(self.kind, choices)
+        body["usage"] = usage(self.work)
+        body["rewarm"] = rewarm_object(self.work)
+        return body
+
+    def delta(self, event: Delta) -> str:
+        return data(self._chunk(self.part(event)))
+
+    def ended(self, event: Ended) -> str:
+        before = self._released()
+        choice = self.nothing(event.choice)
+        choice["finish_reason"] = finish_reason(event.finish)
+        self._held = self._chunk(choice)
+        return before
+
+    def progress(self, event: Progress) -> str:
+        self._progress = event
+        return self._prefill()
+
+    def idle(self) -> str:
+        return self._prefill() or KEEP_ALIVE
+
+    def last(self) -> str:
+        # A chunk without choices surprises clients that did not ask for the usage.
+        before = ""
+        if self.has_usage:
+            before = self._released()
+            self._held = self._chunk()
+            self._held["usage"] = usage(self.work)
+        if self._held is not None:
+            self._held["rewarm"] = rewarm_object(self.work)
+        return before + self._released() + DONE
+
+    def error(self, error: ApiError) -> str:
+        return data(error_body(error, self.work.exchange.id)) + DONE
+
+    def _prefill(self) -> str:
+        """A comment, which clients skip: it keeps the connection alive and can be watched."""
+        progress = self._progress
+        if progress is None or any(choice.tokens for choice in self.work.choices):
+            return ""
+        return f": prefill {progress.done}/{progress.total}\n\n"
+
+    def _chunk(self, *choices: ChoiceBody) -> dict[str, Any]:
+        body = self.body(self.chunk, list(choices))
+        if self.has_usage:
+            body["usage"] = None
+        return body
+
+    def _released(self) -> str:
+        held, self._held = self._held, None
+        return data(held) if held is not None else ""
+
+
+@dataclass
+class ChatReply(OpenAIReply):
+    _called: dict[int, int] = field(default_factory=dict)
+    """Tool calls sent so far, by choice."""
+
+    def choice(self, index: int, choice: Choice) -> ChoiceBody:
+        answer = choice.answer
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if thinking := answer.reasoning:
+            message["reasoning_content"] = message["reasoning"] = thinking
+        if calls := answer.calls:
+            message["tool_calls"] = calls
+            message["content"] = answer.text or None
+        logprobs = chat_logprobs(self.texts, choice.sampled) if self.logprobs else None
+        return {"index": index, "message": message, "logprobs": logprobs}
+
+    def opening(self) -> str:
+        begun = {"role": "assistant", "content": ""}
+        indices = range(len(self.work.choices))
+        return "".join(data(self._chunk(self.nothing(i, begun))) for i in indices)
+
+    def part(self, event: Delta) -> ChoiceBody:
+        delta: dict[str, Any] = {}
+        if thinking := event.reasoning:
+            delta["reasoning_content"] = delta["reasoning"] = thinking
+        if text := event.text:
+            delta["content"] = text
+        if calls := event.calls:
+            first = self._called.get(event.choice, 0)
+            self._called[event.choice] = first + len(calls)
+            delta["tool_calls"] = [{"index": first + i, **c} for i, c in enumerate(calls)]
+        body = self.nothing(event.choice, delta)
+        if self.logprobs:
+            body["logprobs"] = chat_logprobs(self.texts, event.sampled)
+        return body
+
+    def nothing(self, index: int, delta: Mapping[str, Any] = NOTHING) -> ChoiceBody:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def chat_logprobs(texts: TokenTexts, sampled: Iterable[Sampled]) -> dict[str, Any]:
@@ -85,30 +207,44 @@ def chat_logprobs(texts: TokenTexts, sampled: Iterable[Sampled]) -> dict[str, An
     return {"content": content, "refusal": None}
 
 
-def finite(logprob: float | None) -> float:
-    # Not a number fails the comparison too.
-    return logprob if logprob is not None and logprob > LEAST_LOGPROB else LEAST_LOGPROB
+@dataclass
+class TextReply(OpenAIReply):
+    prefix = "cmpl"
+    kind = chunk = "text_completion"
+    _written: dict[int, int] = field(default_factory=dict)
+    """Characters sent so far, by choice."""
+
+    @property
+    def echoes(self) -> Sequence[str]:
+        return [run.echo for run in self.work.runs for _ in run.choices]
+
+    def choice(self, index: int, choice: Choice) -> ChoiceBody:
+        echo = self.echoes[index]
+        found = text_logprobs(self.texts, choice.sampled, len(echo)) if self.logprobs else None
+        return {"index": index, "text": echo + choice.answer.text, "logprobs": found}
+
+    def opening(self) -> str:
+        if not self.asked.prompt.echo:  # type: ignore[union-attr]
+            return ""
+        return "".join(
+            data(self._chunk(self.nothing(i, text))) for i, text in enumerate(self.echoes)
+        )
+
+    def part(self, event: Delta) -> ChoiceBody:
+        body = self.nothing(event.choice, event.text)
+        if self.logprobs:
+            start = self._written.get(event.choice, 0)
+            body["logprobs"] = text_logprobs(self.texts, event.sampled, start)
+            told = "".join(body["logprobs"]["tokens"])
+            self._written[event.choice] = start + len(told)
+        return body
+
+    def nothing(self, index: int, text: str = "") -> ChoiceBody:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
 
-def text_choice(
-    head: Head, index: int, choice: Choice, *, logprobs: bool, echo: str
-) -> dict[str, Any]:
-    found = text_logprobs(head.texts, choice.sampled, len(echo)) if logprobs else None
-    return {
-        "index": index,
-        "text": echo + choice.answer.text,
-        "logprobs": found.body if found else None,
-        "finish_reason": finish_reason(choice.finish),
-    }
-
-
-class TextLogprobs(NamedTuple):
-    body: dict[str, Any]
-    end: int
-    """Where the text stands after these tokens."""
-
-
-def text_logprobs(texts: TokenTexts, sampled: Iterable[Sampled], start: int) -> TextLogprobs:
+def text_logprobs(texts: TokenTexts, sampled: Iterable[Sampled], start: int) -> dict[str, Any]:
+    """`start`: the characters before these tokens."""
     body: dict[str, Any] = {
         "tokens": [],
         "token_logprobs": [],
@@ -122,4 +258,30 @@ def text_logprobs(texts: TokenTexts, sampled: Iterable[Sampled], start: int) -> 
         body["top_logprobs"].append({texts.of(a.token).text: finite(a.logprob) for a in s.top})
         body["text_offset"].append(start)
         start += len(text)
-    return TextLogprobs(body, start)
+    return body
+
+
+FIELDS = ("id", "object", "created", "model", "choices", "usage", "rewarm")
+
+CHAT = Dialect(
+    path="/v1/chat/completions",
+    name="chat",
+    tag="OpenAI",
+    summary="Answer a chat.",
+    schema=ChatRequest,
+    parse=parse_chat,
+    reply=ChatReply,
+    error=error_body,
+    has=FIELDS,
+)
+COMPLETIONS = Dialect(
+    path="/v1/completions",
+    name="completions",
+    tag="OpenAI",
+    summary="Continue texts or tokens, without a chat template.",
+    schema=CompletionRequest,
+    parse=parse_completion,
+    reply=TextReply,
+    error=error_body,
+    has=FIELDS,
+)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 FOLDER = Path(__file__).parent
@@ -30,22 +29,15 @@ HEADERS = {
 }
 
 
-def page_router() -> APIRouter:
-    router = APIRouter(include_in_schema=False)
-    served = {name: file.read_bytes() for name, file in FILES.items()}
-    tags = {name: f'"{hashlib.sha256(body).hexdigest()[:16]}"' for name, body in served.items()}
+SERVED = {name: file.read_bytes() for name, file in FILES.items()}
+TAGS = {name: f'"{hashlib.sha256(body).hexdigest()[:16]}"' for name, body in SERVED.items()}
 
-    def endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
-        async def send(request: Request) -> Response:
-            headers = {**HEADERS, "ETag": tags[name]}
-            if request.headers.get("if-none-match") == tags[name]:
-                return Response(status_code=304, headers=headers)
-            headers["Content-Type"] = KINDS[FILES[name].suffix]
-            return Response(served[name], headers=headers)
 
-        return send
-
-    for name in FILES:
-        path = "/" if name == "index.html" else f"/page/{name}"
-        router.add_api_route(path, endpoint(name), methods=["GET", "HEAD"])
-    return router
+async def send(request: Request) -> Response:
+    """Send one of the page's files."""
+    name = request.url.path.rpartition("/")[2] or "index.html"
+    headers = {**HEADERS, "ETag": TAGS[name]}
+    if request.headers.get("if-none-match") == TAGS[name]:
+        return Response(status_code=304, headers=headers)
+    headers["Content-Type"] = KINDS[FILES[name].suffix]
+    return Response(SERVED[name], headers=headers)

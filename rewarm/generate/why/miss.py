@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from rewarm.prompt.chat import Chat
 from rewarm.prompt.render.renderer import Prompt
-from rewarm.values import Message, Miss, Tokens
+from rewarm.values import Miss, Reason, Tokens
 
-from .place import Place, place_of
+from .place import Location, locate
 
 AROUND = 24
 """Tokens that are shown on each side of a difference."""
@@ -22,13 +23,9 @@ WHY = {
 
 
 def described(
-    miss: Miss,
-    prompt: Prompt,
-    tokenizer: Any,
-    chat: list[Message] | None = None,
-    tools: list[Any] | None = None,
+    miss: Miss, prompt: Prompt, tokenizer: Any, chat: Chat | None = None
 ) -> dict[str, Any]:
-    """`chat` is normalised; None for plain text."""
+    """A miss as a reply tells it; `chat` is None for plain text."""
     size = len(prompt.tokens)
     body: dict[str, Any] = {
         "reason": miss.reason,
@@ -37,7 +34,7 @@ def described(
         "tokens": size - miss.resume,
     }
     if miss.reason == "diverged":
-        body |= _difference(miss, prompt, tokenizer, chat, tools)
+        body |= _difference(miss, prompt, tokenizer, chat)
     elif miss.reason == "no_checkpoint":
         body |= {"tokens": miss.shared - miss.resume, "why": miss.why}
     elif miss.reason == "exact_mode":
@@ -48,36 +45,26 @@ def described(
     return body
 
 
-def _difference(
-    miss: Miss,
-    prompt: Prompt,
-    tokenizer: Any,
-    chat: list[Message] | None,
-    tools: list[Any] | None,
-) -> dict[str, Any]:
+def _difference(miss: Miss, prompt: Prompt, tokenizer: Any, chat: Chat | None) -> dict[str, Any]:
     at, size = miss.shared, len(prompt.tokens)
     stored = _words(tokenizer, miss.other[:AROUND])
     sent = _words(tokenizer, prompt.tokens[at : at + AROUND])
     place = None
     if chat is not None:
-        place = place_of(tokenizer, prompt, chat, tools, at)
-        place = _thinking(tokenizer, place, prompt, chat, stored, sent)
+        place = locate(tokenizer, prompt, chat.messages, chat.tools, at)
+        place = _thinking(tokenizer, place, stored, sent)
     return {
         "position": at,
         "tokens": size - at,
-        "message": place.message if place else None,
-        "role": place.role if place else None,
-        "field": place.field if place else None,
+        **{name: getattr(place, name, None) for name in ("message", "role", "field")},
         "before": _words(tokenizer, prompt.tokens[max(0, at - AROUND) : at], end=True),
         "stored": stored,
         "sent": sent,
     }
 
 
-def _thinking(
-    tokenizer: Any, place: Place, prompt: Prompt, chat: list[Message], stored: str, sent: str
-) -> Place:
-    """Where one side begins to think and the other does not, the thinking is what differs."""
+def _thinking(tokenizer: Any, place: Location, stored: str, sent: str) -> Location:
+    """The location of a difference: the thinking, if only one of the two sides begins to think."""
     mark = getattr(tokenizer, "think_start", None)
     if not mark or place.role not in ("assistant", None):
         return place
@@ -86,44 +73,39 @@ def _thinking(
     message = place.message
     if message is None and place.field != "generation":
         return place
-    return Place("reasoning_content", message, "assistant")
+    return Location("reasoning_content", message, "assistant")
 
 
 def _words(tokenizer: Any, tokens: Tokens, *, end: bool = False) -> str:
-    """What tokens say; the ends of characters that were cut are left out."""
+    """The text of tokens, without the ends of characters that were cut."""
     text = str(tokenizer.decode(tokens.tolist())).strip("\ufffd") if len(tokens) else ""
     return text[-SHOWN:] if end else text[:SHOWN]
 
 
+TEXTS: dict[Reason, str] = {
+    "cold": "Nothing that begins like this prompt is known.",
+    "diverged": "It differs from what is stored at token {shared:,}{where}.",
+    "no_checkpoint": "{shared:,} tokens are known, but the model can go on from {resume:,} only: "
+    "{why}. {lost} are computed again.",
+    "evicted": "{held:,} tokens of it were held and had to go. {lost} are computed again.",
+    "salt": "Under another salt {held:,} tokens of it could be reused; salts share nothing.",
+    "other_model": "{held:,} tokens of it, at least, are on disk, but of another model or in "
+    "another form.",
+    "exact_mode": "In exact mode only whole chunks are reused. {lost} are computed again.",
+    "disabled": "This model's caches cannot be captured: reuse is off.",
+    "failed": "What was stored could not be restored; it is computed again.",
+}
+
+
 def _text(miss: Miss, body: dict[str, Any]) -> str:
-    lost = f"{body['tokens']:,} tokens"
-    if miss.reason == "cold":
-        return "Nothing that begins like this prompt is known."
-    if miss.reason == "diverged":
-        where = _where(body)
-        return f"It differs from what is stored at token {miss.shared:,}{where}."
-    if miss.reason == "no_checkpoint":
-        why = WHY.get(miss.why or "", "")
-        return (
-            f"{miss.shared:,} tokens are known, but the model can go on from {miss.resume:,} only: "
-            f"{why}. {lost} are computed again."
-        )
-    if miss.reason == "evicted":
-        return f"{miss.held:,} tokens of it were held and had to go. {lost} are computed again."
-    if miss.reason == "salt":
-        return (
-            f"Under another salt {miss.held:,} tokens of it could be reused; salts share nothing."
-        )
-    if miss.reason == "other_model":
-        return (
-            f"{miss.held:,} tokens of it, at least, are on disk, but of another model or in "
-            "another form."
-        )
-    if miss.reason == "exact_mode":
-        return f"In exact mode only whole chunks are reused. {lost} are computed again."
-    if miss.reason == "disabled":
-        return "This model's caches cannot be captured: reuse is off."
-    return "What was stored could not be restored; it is computed again."
+    return TEXTS[miss.reason].format(
+        shared=miss.shared,
+        resume=miss.resume,
+        held=miss.held,
+        why=WHY.get(miss.why or "", ""),
+        where=_where(body),
+        lost=f"{body['tokens']:,} tokens",
+    )
 
 
 def _where(body: dict[str, Any]) -> str:

@@ -9,7 +9,8 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from rewarm.prompt.messages import REASONING, is_system
 from rewarm.values import Message
@@ -24,20 +25,49 @@ Pattern = Literal[
     "system_prompt",
 ]
 
-ADVICE: dict[Pattern, str] = {
-    "timestamp": "Move the date or time to the end of the prompt, such as into the last user "
-    "message, or round it to what the model needs (a day).",
-    "random_id": "Leave the id out of the prompt, keep it the same for the whole conversation, or "
-    "put it into the last user message.",
-    "tools_order": "Send the tools in the same order every time: sort them by name.",
-    "json_keys": "Write JSON with its keys in the same order every time: sort them, or keep the "
-    "order of the first request.",
-    "trimmed_history": "Keep the beginning of the history. Where it must be shortened, do so "
-    "rarely and by a large step, or replace it once by a summary.",
-    "thinking": "Send an answer back as it was delivered: with its reasoning_content where it had "
-    "one, above all between a tool call and its result.",
-    "system_prompt": "Keep one system prompt for all requests. Put what differs at its very end, "
-    "or into the first user message.",
+
+class Known(NamedTuple):
+    """A pattern in words."""
+
+    name: str
+    advice: str
+
+
+PATTERNS: dict[Pattern, Known] = {
+    "timestamp": Known(
+        "A date or time that differs from request to request",
+        "Move the date or time to the end of the prompt, such as into the last user message, or "
+        "round it to what the model needs (a day).",
+    ),
+    "random_id": Known(
+        "An id that differs from request to request",
+        "Leave the id out of the prompt, keep it the same for the whole conversation, or put it "
+        "into the last user message.",
+    ),
+    "tools_order": Known(
+        "Tools in another order",
+        "Send the tools in the same order every time: sort them by name.",
+    ),
+    "json_keys": Known(
+        "JSON with its keys in another order",
+        "Write JSON with its keys in the same order every time: sort them, or keep the order of "
+        "the first request.",
+    ),
+    "trimmed_history": Known(
+        "A history that was cut off at the front",
+        "Keep the beginning of the history. Where it must be shortened, do so rarely and by a "
+        "large step, or replace it once by a summary.",
+    ),
+    "thinking": Known(
+        "Thinking that was sent back once, and once not",
+        "Send an answer back as it was delivered: with its reasoning_content where it had one, "
+        "above all between a tool call and its result.",
+    ),
+    "system_prompt": Known(
+        "A system prompt that differs from request to request",
+        "Keep one system prompt for all requests. Put what differs at its very end, or into the "
+        "first user message.",
+    ),
 }
 
 TIMES = re.compile(
@@ -63,8 +93,8 @@ ALIKE = 64
 
 
 @dataclass(frozen=True)
-class Told:
-    """A chat as it was told: normalised messages, and tools."""
+class ChatRecord:
+    """The canonical messages of a chat, and its tools."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] = ()
@@ -72,29 +102,40 @@ class Told:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The chat without the pattern, and where the pattern first is."""
+    """The chat without the pattern, and the first place of the pattern."""
 
     pattern: Pattern
-    fixed: Told
+    fixed: ChatRecord
     field: str
     message: int | None = None
     role: str | None = None
     stored: str = ""
     sent: str = ""
 
-    @property
-    def advice(self) -> str:
-        return ADVICE[self.pattern]
+    def told(self, tokens: int) -> dict[str, Any]:
+        """The proposal in words and figures, where following it saves so many tokens."""
+        known = PATTERNS[self.pattern]
+        where = f" (message {self.message}, {self.role})" if self.role else ""
+        return {
+            "pattern": self.pattern,
+            "tokens": tokens,
+            "message": self.message,
+            "role": self.role,
+            "field": self.field,
+            "stored": self.stored,
+            "sent": self.sent,
+            "text": f"{known.name}{where} costs {tokens:,} tokens per request. {known.advice}",
+        }
 
 
-def proposals(now: Told, before: Told) -> list[Proposal]:
+def proposals(now: ChatRecord, before: ChatRecord) -> list[Proposal]:
     """One for each pattern that the two chats show."""
     found = (look(now, before) for look in LOOKS)
     return [proposal for proposal in found if proposal is not None]
 
 
-def _tools_order(now: Told, before: Told) -> Proposal | None:
-    names, known = ([_name(t) for t in told.tools] for told in (now, before))
+def _tools_order(now: ChatRecord, before: ChatRecord) -> Proposal | None:
+    names, known = ([_name(t) for t in record.tools] for record in (now, before))
     if names == known or sorted(names) != sorted(known) or len(set(names)) < len(names):
         return None
     by_name = dict(zip(names, now.tools, strict=True))
@@ -103,7 +144,7 @@ def _tools_order(now: Told, before: Told) -> Proposal | None:
     return Proposal("tools_order", fixed, "tools", stored=known[i], sent=names[i])
 
 
-def _json_keys(now: Told, before: Told) -> Proposal | None:
+def _json_keys(now: ChatRecord, before: ChatRecord) -> Proposal | None:
     """In tools, in the arguments of calls, and in messages that are JSON as a whole."""
     tools = [_in_order_of(a, b) for a, b in zip(now.tools, before.tools, strict=False)]
     tools += now.tools[len(tools) :]
@@ -125,55 +166,55 @@ def _json_keys(now: Told, before: Told) -> Proposal | None:
     if place is None or pair is None:
         return None
     stored, sent = _apart(*(p if isinstance(p, str) else _json(p) for p in pair))
-    return Proposal("json_keys", Told(messages, tools), *place, stored, sent)
+    return Proposal("json_keys", ChatRecord(messages, tools), *place, stored, sent)
+
+
+Changed = tuple[Message, str, str]
+"""A message without the pattern, and what the other chat has and this one has instead."""
+
+
+def _message_by_message(
+    pattern: Pattern,
+    field: str,
+    change: Callable[[Message, Message], Changed | None],
+    now: ChatRecord,
+    before: ChatRecord,
+) -> Proposal | None:
+    """A pattern that shows between two messages in the same place of both chats."""
+    messages = list(now.messages)
+    first: Proposal | None = None
+    for i, (message, other) in enumerate(zip(now.messages, before.messages, strict=False)):
+        role = message["role"]
+        changed = change(message, other) if role == other["role"] else None
+        if changed is not None:
+            messages[i], stored, sent = changed
+            first = first or Proposal(pattern, now, field, i, role, stored, sent)
+    return first and replace(first, fixed=replace(now, messages=messages))
 
 
 def _masked(
     pattern: Pattern, expression: re.Pattern[str]
-) -> Callable[[Told, Told], Proposal | None]:
-    """Something that stands in the same place of both chats, each time with another value."""
+) -> Callable[[ChatRecord, ChatRecord], Proposal | None]:
+    """A value that stands in the same place of both chats, each time another one."""
 
-    def look(now: Told, before: Told) -> Proposal | None:
-        messages: list[Message] = []
-        first: tuple[int, str, str] | None = None
-        for i, (message, other) in enumerate(zip(now.messages, before.messages, strict=False)):
-            content, pair = _with_values_of(expression, message["content"], other["content"])
-            if pair is not None and message["role"] == other["role"]:
-                message = {**message, "content": content}
-                first = first or (i, *pair)
-            messages.append(message)
-        if first is None:
-            return None
-        messages += now.messages[len(messages) :]
-        i, stored, sent = first
-        role = now.messages[i]["role"]
-        return Proposal(pattern, Told(messages, now.tools), "content", i, role, stored, sent)
+    def change(message: Message, other: Message) -> Changed | None:
+        content, pair = _with_values_of(expression, message["content"], other["content"])
+        return ({**message, "content": content}, *pair) if pair is not None else None
 
-    return look
+    return partial(_message_by_message, pattern, "content", change)
 
 
-def _thinking(now: Told, before: Told) -> Proposal | None:
-    messages: list[Message] = []
-    first: tuple[int, str, str] | None = None
-    for i, (message, other) in enumerate(zip(now.messages, before.messages, strict=False)):
-        mine, theirs = message.get(REASONING[0], ""), other.get(REASONING[0], "")
-        if mine != theirs and message["role"] == other["role"] == "assistant":
-            bare = {k: v for k, v in message.items() if k not in REASONING}
-            message = {**bare, **(dict.fromkeys(REASONING, theirs) if theirs else {})}
-            first = first or (i, theirs, mine)
-        messages.append(message)
-    if first is None:
+def _without_thinking(message: Message, other: Message) -> Changed | None:
+    mine, theirs = message.get(REASONING[0], ""), other.get(REASONING[0], "")
+    if mine == theirs or message["role"] != "assistant":
         return None
-    messages += now.messages[len(messages) :]
-    i, stored, sent = first
-    fixed = Told(messages, now.tools)
-    return Proposal(
-        "thinking", fixed, "reasoning_content", i, "assistant", stored[:SHOWN], sent[:SHOWN]
-    )
+    bare = {k: v for k, v in message.items() if k not in REASONING}
+    fixed = {**bare, **(dict.fromkeys(REASONING, theirs) if theirs else {})}
+    return fixed, theirs[:SHOWN], mine[:SHOWN]
 
 
-def _trimmed(now: Told, before: Told) -> Proposal | None:
-    """What follows the system prompt is the earlier history without its beginning."""
+def _trimmed(now: ChatRecord, before: ChatRecord) -> Proposal | None:
+    """The history after the system prompt has lost its beginning."""
     begin = next((i for i, m in enumerate(now.messages) if not is_system(m)), len(now.messages))
     kept, whole = list(now.messages[begin:]), list(before.messages[begin:])
     if not kept or (whole and same(kept[0], whole[0])):
@@ -196,7 +237,7 @@ def _trimmed(now: Told, before: Told) -> Proposal | None:
     return None
 
 
-def _system_prompt(now: Told, before: Told) -> Proposal | None:
+def _system_prompt(now: ChatRecord, before: ChatRecord) -> Proposal | None:
     if not now.messages or not before.messages or not is_system(now.messages[0]):
         return None
     mine, theirs = now.messages[0]["content"], before.messages[0]["content"]
@@ -212,19 +253,19 @@ def _system_prompt(now: Told, before: Told) -> Proposal | None:
     return Proposal("system_prompt", replace(now, messages=fixed), "content", 0, role, stored, sent)
 
 
-LOOKS: tuple[Callable[[Told, Told], Proposal | None], ...] = (
+LOOKS: tuple[Callable[[ChatRecord, ChatRecord], Proposal | None], ...] = (
     _tools_order,
     _json_keys,
     _masked("timestamp", TIMES),
     _masked("random_id", IDS),
-    _thinking,
+    partial(_message_by_message, "thinking", "reasoning_content", _without_thinking),
     _trimmed,
     _system_prompt,
 )
 
 
 def same(a: Message, b: Message) -> bool:
-    """Whether two messages say the same. Ids of calls are the client's own."""
+    """Two messages say the same. Ids of calls are the client's own."""
     return _said(a) == _said(b)
 
 

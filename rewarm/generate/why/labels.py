@@ -30,12 +30,12 @@ LONGEST = 90
 CALL = {"id": "call_1", "type": "function", "function": {"name": "qj", "arguments": {}}}
 
 
-class Mark(NamedTuple):
+class MessageStart(NamedTuple):
     """A message whose text begins within a span or at its end; positions in tokens of the span."""
 
     text: int
     head: int
-    """Where what stands before the text begins; below 0: in the span before."""
+    """The begin of what stands before the text; below 0: in the span before."""
     role: str
 
 
@@ -44,7 +44,7 @@ class Label:
     role: str | None
     text: str
     messages: int
-    """How many messages begin in it; 0: it is a part of one that began before."""
+    """The number of messages that begin in it; 0: it is a part of one that began before."""
 
 
 class Labels:
@@ -53,7 +53,7 @@ class Labels:
 
     @cached_property
     def heads(self) -> dict[str, bytes]:
-        """What stands before each role's text, as keys."""
+        """The keys of what stands before each role's text."""
         try:
             found = self._learned()
         except Exception:
@@ -74,25 +74,25 @@ class Labels:
         """Bytes of the longest head."""
         return max(map(len, self.heads.values()), default=0)
 
-    def marks(self, key: bytes, before: bytes = b"") -> list[Mark]:
+    def starts(self, key: bytes, before: bytes = b"") -> list[MessageStart]:
         """The messages that begin in a span. `before` is what it goes on with: a head may lie
         there, because all that can follow a message may begin with it."""
-        found: dict[int, Mark] = {}
+        found: dict[int, MessageStart] = {}
         shift = len(before) // WIDTH
         for role, head in self.heads.items():
             for place in _places(before + key, head):
                 at = place // WIDTH - shift
-                mark = Mark(at + len(head) // WIDTH, at, role)
+                start = MessageStart(at + len(head) // WIDTH, at, role)
                 # One role's may begin with another's.
-                if at not in found or mark.text > found[at].text:
-                    found[at] = mark
+                if at not in found or start.text > found[at].text:
+                    found[at] = start
         return sorted(m for m in found.values() if 0 <= m.text <= len(key) // WIDTH)
 
-    def label(self, key: bytes, marks: list[Mark], before: str | None) -> Label:
+    def label(self, key: bytes, starts: list[MessageStart], before: str | None) -> Label:
         """`before`: the role of the message that the span goes on with."""
         end = len(key) // WIDTH
-        heads = [mark.head for mark in marks] + [end]
-        begun = [mark for mark in marks if mark.text < end]
+        heads = [start.head for start in starts] + [end]
+        begun = [start for start in starts if start.text < end]
         if begun and (before is None or not self._words(key, 0, max(heads[0], 0))):
             return Label(begun[0].role, self._words(key, begun[0].text, heads[1]), len(begun))
         words = self._words(key, 0, max(heads[0], 0))
@@ -102,8 +102,8 @@ class Labels:
         shown = min(stop, start + WORDS)
         tokens = np.frombuffer(key[start * WIDTH : shown * WIDTH], "<i4").tolist()
         text: str = self.renderer.tokenizer.decode(tokens, skip_special_tokens=True)
-        for mark in self._markers:
-            text = text.replace(mark, " ")
+        for marker in self._markers:
+            text = text.replace(marker, " ")
         line = " ".join(text.split())
         cut = shown < stop
         if len(line) > LONGEST:

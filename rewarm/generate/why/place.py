@@ -1,4 +1,4 @@
-"""Which message, and which part of it, a token position of a prompt lies in."""
+"""The message, and the part of it, that a token position of a prompt lies in."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SPARE = 8
 
 
 @dataclass(frozen=True)
-class Place:
-    """`message` is None for what belongs to none: tools, the template's own words, and where the
-    answer begins."""
+class Location:
+    """A part of a chat. `message` is None for what belongs to none: tools, the template's own
+    words, and where the answer begins."""
 
     field: Field
     message: int | None = None
@@ -30,20 +30,20 @@ class Place:
 class _Piece(NamedTuple):
     start: int
     stop: int
-    place: Place
+    place: Location
 
 
-def place_of(
+def locate(
     tokenizer: Any,
     prompt: Prompt,
     chat: Sequence[Message],
     tools: Sequence[Any] | None,
     position: int,
-) -> Place:
+) -> Location:
     """`chat` is normalised, as it was rendered. Between the two nearest message ends the texts of
     the messages are looked for in what the tokens say."""
     if position >= prompt.generation and prompt.generation:
-        return Place("generation", role="assistant")
+        return Location("generation", role="assistant")
     # Not always in the order of the messages: a template may move the system prompt.
     ends = sorted(prompt.ends, key=lambda e: e.position)
     before = [e for e in ends if e.position <= position]
@@ -63,20 +63,20 @@ def place_of(
     return _nearest(sorted(pieces), at, first)
 
 
-def _nearest(pieces: Sequence[_Piece], at: int, first: int) -> Place:
+def _nearest(pieces: Sequence[_Piece], at: int, first: int) -> Location:
     inside = [p for p in pieces if p.start <= at < p.stop]
     if inside:
         return max(inside).place
     coming = next((p.place for p in pieces if p.start > at), None)
     past = next((p.place for p in reversed(pieces) if p.stop <= at), None)
     if coming is None or coming == past:
-        return past or Place("template")
+        return past or Location("template")
     if past is None and first < 0:
-        return Place("template")
+        return Location("template")
     if coming.message is None:
         return coming
     same = past is not None and past.message == coming.message
-    return coming if same else Place("role", coming.message, coming.role)
+    return coming if same else Location("role", coming.message, coming.role)
 
 
 def _messages(
@@ -95,19 +95,19 @@ def _messages(
                 start = text.find(words, cursor) if words else -1
                 if start >= 0:
                     cursor = start + len(words)
-                    yield _Piece(start, cursor, Place(field, i, role))
+                    yield _Piece(start, cursor, Location(field, i, role))
         for call in message.get("tool_calls") or ():
             start, stop = _extent(text, cursor, _words_of(call.get("function")))
             if stop > start:
                 cursor = stop
-                yield _Piece(start, stop, Place("tool_calls", i, role))
+                yield _Piece(start, stop, Location("tool_calls", i, role))
 
 
 def _tools(text: str, tools: Sequence[Any]) -> Iterator[_Piece]:
     for tool in tools:
         start, stop = _extent(text, 0, _words_of(tool))
         if stop > start:
-            yield _Piece(start, stop, Place("tools"))
+            yield _Piece(start, stop, Location("tools"))
 
 
 def _extent(text: str, cursor: int, words: list[str]) -> tuple[int, int]:

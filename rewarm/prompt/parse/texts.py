@@ -1,4 +1,4 @@
-"""What a single token looks like, for logprobs."""
+"""Texts of single tokens, for logprobs."""
 
 from __future__ import annotations
 

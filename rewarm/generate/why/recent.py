@@ -10,64 +10,57 @@ from dataclasses import dataclass, field
 from rewarm.prompt.text import common_tokens
 from rewarm.values import Message, Tokens
 
-from .advice import Told
+from .advice import ChatRecord
 
 MOST = 256
 MOST_TOKENS = 2_000_000
-"""Of all prompts together; their texts take a few bytes a token."""
+"""A limit for all prompts together; their texts take a few bytes a token."""
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class RecentChat:
     """A chat that was answered."""
 
     id: str
     salt: str | None
-    told: Told
-    """With the answer as it was delivered, where it is done."""
+    record: ChatRecord
+    """It ends with the delivered answer, where that is done."""
     tokens: Tokens
     generation: int
     at: float = field(default_factory=time.time)
 
     def overlap(self, messages: Sequence[Message]) -> int:
         """Characters of messages that both have, wherever they stand."""
-        own = {(m["role"], m["content"]) for m in self.told.messages}
+        own = {(m["role"], m["content"]) for m in self.record.messages}
         return sum(len(m["content"]) for m in messages if (m["role"], m["content"]) in own)
 
 
-class Remembered:
+class RecentChats:
     """Safe to use from several threads."""
 
     def __init__(self, most: int = MOST, most_tokens: int = MOST_TOKENS) -> None:
         self._most, self._most_tokens = most, most_tokens
-        self._asked: list[Asked] = []
+        self._chats: list[RecentChat] = []
         self._tokens = 0
         self._lock = threading.Lock()
 
-    def add(self, asked: Asked) -> None:
+    def add(self, chat: RecentChat) -> None:
         with self._lock:
             # A turn of the same conversation says all that the one before it said.
-            covered = next(
-                (
-                    old
-                    for old in reversed(self._asked)
-                    if old.salt == asked.salt and _goes_on(asked, old)
-                ),
-                None,
-            )
-            if covered is not None:
-                self._drop(covered)
-            self._asked.append(asked)
-            self._tokens += len(asked.tokens)
-            while len(self._asked) > self._most or self._tokens > self._most_tokens:
-                self._drop(self._asked[0])
+            covered = [c for c in self._chats if c.salt == chat.salt and _goes_on(chat, c)]
+            for old in covered[-1:]:
+                self._drop(old)
+            self._chats.append(chat)
+            self._tokens += len(chat.tokens)
+            while len(self._chats) > self._most or self._tokens > self._most_tokens:
+                self._drop(self._chats[0])
 
     def nearest(
         self, salt: str | None, messages: Sequence[Message], tokens: Tokens
-    ) -> Asked | None:
+    ) -> RecentChat | None:
         """The earlier chat of the same tenant that has most in common with this one."""
         with self._lock:
-            own = [asked for asked in self._asked if asked.salt == salt]
+            own = [chat for chat in self._chats if chat.salt == salt]
         return max(
             own,
             key=lambda a: (a.overlap(messages), common_tokens(a.tokens, tokens), a.at),
@@ -76,17 +69,17 @@ class Remembered:
 
     def clear(self) -> None:
         with self._lock:
-            self._asked.clear()
+            self._chats.clear()
             self._tokens = 0
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._chats)
 
-    def _drop(self, asked: Asked) -> None:
-        self._asked.remove(asked)
-        self._tokens -= len(asked.tokens)
+    def _drop(self, chat: RecentChat) -> None:
+        self._chats.remove(chat)
+        self._tokens -= len(chat.tokens)
 
 
-def _goes_on(asked: Asked, old: Asked) -> bool:
+def _goes_on(chat: RecentChat, old: RecentChat) -> bool:
     size = old.generation
-    return 0 < size <= len(asked.tokens) and bool((asked.tokens[:size] == old.tokens[:size]).all())
+    return 0 < size <= len(chat.tokens) and bool((chat.tokens[:size] == old.tokens[:size]).all())

@@ -1,0 +1,78 @@
+"""Decoding, as the engine sees it: one step after the other, for sequences that decode together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import mlx.core as mx
+
+from rewarm.values import Tokens
+
+from .sampling import Processor, Sampler
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a sequence begins to decode with. Its caches hold everything but the last token; where
+    the logits are there, which follow it, that as well."""
+
+    id: int
+    caches: list[Any]
+    tokens: Tokens
+    sampler: Sampler
+    processors: list[Processor]
+    logits: mx.array | None = None
+
+
+class Step(NamedTuple):
+    id: int
+    token: int
+    logprobs: mx.array
+    given: bool = False
+    """`Decoder.first` gave this token before."""
+
+
+class Decoder(Protocol):
+    """Takes steps for a few sequences. A new one holds one sequence and has taken its first step:
+    what is wrong with a sequence shows while it is alone.
+
+    Everything here runs on the engine's thread. Where a method raises, the decoder must not be used
+    again. A step may append more tokens than it gives, to check what was guessed, and takes back
+    what it does not give: `undo.Before` says how.
+    """
+
+    most: ClassVar[int]
+    """The most tokens that one step gives to a sequence."""
+
+    def __init__(self, model: Any, start: Start) -> None: ...
+
+    @property
+    def ids(self) -> list[int]: ...
+
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of each sequence when it came."""
+
+    def __len__(self) -> int: ...
+
+    def first(self) -> Step:
+        """Give the token of the first step. `step` gives it again, as `given`."""
+
+    def step(self) -> list[Step]:
+        """Give every sequence its next token, or its next few, one after the other."""
+
+    def is_ahead(self, sequence: int) -> bool:
+        """The last token given is not in the sequence's caches yet."""
+
+    def caches(self, sequence: int, unused: int = 0) -> list[Any]:
+        """The caches of a sequence, to be read: they stand after the last token that the last step
+        gave it (not where it `is_ahead`), or after the one that came `unused` before that. Called
+        with `unused` only between that step and `remove`."""
+
+    def join(self, newcomers: Sequence[Any]) -> None:
+        """Take over the sequences of others, which are alone, in one copy of all caches."""
+
+    def remove(self, gone: set[int]) -> None:
+        """Forget sequences."""

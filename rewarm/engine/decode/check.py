@@ -1,0 +1,134 @@
+"""What a model needs to decode in batches, and whether it can."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from rewarm.cache import PrefixCache
+from rewarm.cache.model import MakeCaches
+from rewarm.errors import InvalidOption
+
+from .batch import merged
+
+CHECK_LENGTHS = (5, 9)
+FAR_LENGTHS = (1203, 2381)
+"""For models that choose the keys they attend to: with padding before them, in blocks that lie
+elsewhere. It shows only where there is something to choose from."""
+CHECK_STEPS = 4
+TOLERANCE, MOST_TOLERANCE = 0.05, 0.15
+"""Of the largest logit: what any model may differ by, and one that rounds much. The least that a
+wrong mask or padding was seen to do is 0.17."""
+
+
+def merges(cache: Any) -> bool:
+    """Whether mlx-lm can batch a cache of this kind without losing anything.
+
+    A ring that keeps its first rows merges, and drops them; quantised, chunked and concatenating
+    caches do not merge at all.
+    """
+    if isinstance(cache, CacheList):
+        return all(merges(c) for c in cache.caches)
+    if isinstance(cache, RotatingKVCache):
+        return bool(cache.keep == 0)
+    if type(cache) in (KVCache, ArraysCache):
+        return True
+    return all(hasattr(cache, name) for name in ("merge", "extract", "filter", "extend"))
+
+
+def decodes_in_batches(model: Any, blank: MakeCaches, vocabulary: int) -> bool:
+    """Whether two sequences decoded together get the logits that each gets alone."""
+    caches = blank()
+    if not all(merges(c) for c in caches):
+        return False
+    lengths = [CHECK_LENGTHS]
+    if any(_chooses_keys(c) for c in caches):
+        lengths.append(FAR_LENGTHS)
+    return all(_decodes_in_batches(model, blank, vocabulary, each) for each in lengths)
+
+
+def _decodes_in_batches(
+    model: Any, blank: MakeCaches, vocabulary: int, lengths: tuple[int, int]
+) -> bool:
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (2, max(lengths) + CHECK_STEPS))
+    alone, at_once, prefilled = [], [], []
+    for row, length in zip(tokens, lengths, strict=True):
+        caches = [_prefilled(model, blank(), row[:length]) for _ in range(3)]
+        steps = [model(mx.array(row[None, i : i + 1]), cache=caches[0]) for i in _steps(length)]
+        alone.append(mx.concatenate(steps, axis=1)[0])
+        at_once.append(model(mx.array(row[None, _steps(length)]), cache=caches[1])[0])
+        prefilled.append(caches[2])
+    batch = merged(prefilled)
+    together = []
+    try:
+        for i in range(CHECK_STEPS):
+            inputs = [[row[length + i]] for row, length in zip(tokens, lengths, strict=True)]
+            together.append(model(mx.array(np.array(inputs)), cache=batch))
+    except (TypeError, ValueError):
+        return False  # it wants one position for all, as dynamic NTK does
+    expected = mx.stack(alone)
+    # Sums in another order round otherwise, and how far that goes depends on model and device. It
+    # shows in a sequence that is alone, too, where it takes its steps at once.
+    rounding = _apart(mx.stack(at_once), expected)
+    tolerance = min(max(TOLERANCE, 2 * rounding), MOST_TOLERANCE)
+    return _apart(mx.concatenate(together, axis=1), expected) <= tolerance
+
+
+def _apart(logits: mx.array, expected: mx.array) -> float:
+    """The largest distance, of the largest logit."""
+    logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
+    return float(mx.abs(logits - expected).max() / mx.abs(expected).max())
+
+
+def _chooses_keys(cache: Any) -> bool:
+    """Whether a layer keeps keys for an index beside those it attends to."""
+    return isinstance(cache, CacheList) and all(type(c) is KVCache for c in cache.caches)
+
+
+class Costs(NamedTuple):
+    """Bytes that a running sequence takes: for each token, and however long it is."""
+
+    row: int
+    fixed: int
+
+
+def running_bytes(model: Any, cache: PrefixCache) -> Costs:
+    n = max(CHECK_LENGTHS)
+    layout = cache.layout
+    caches = cache.blank()
+    try:
+        _prefilled(model, caches, np.zeros(n, np.int32))
+    except ValueError as error:
+        groups = {c.group_size for c in caches if isinstance(c, QuantizedKVCache)}
+        if not groups:
+            raise
+        raise InvalidOption(
+            f"kv_group_size={groups.pop()}: this model's heads do not divide into such groups "
+            f"({error}); give a smaller one, such as 32"
+        ) from error
+    if not layout.reusable:
+        return Costs(sum(getattr(c, "nbytes", 0) for c in caches) // n, 0)
+    rows = layout.packing("rows", caches, 0, n).nbytes(n) // n if layout.has_rows else 0
+    fixed = layout.state_bytes(caches) if layout.has_state else 0
+    if layout.has_window:
+        fixed += layout.packing("window", caches, 0, n).nbytes(n) // n * layout.longest_window
+    return Costs(rows, fixed)
+
+
+def _prefilled(model: Any, caches: list[Any], tokens: Any) -> list[Any]:
+    model(mx.array(tokens[None]), cache=caches)
+    mx.eval([c.state for c in caches])
+    return caches
+
+
+def _steps(length: int) -> range:
+    return range(length, length + CHECK_STEPS)

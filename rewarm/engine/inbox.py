@@ -1,0 +1,62 @@
+"""Where messages wait for the next turn."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from .messages import Message
+
+
+class Inbox:
+    """Messages in the order in which they were posted; some become due only at a later time."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        """Held while the inbox changes. Whoever holds it sees no message come or go."""
+        self._posted: list[Message] = []
+        self._later: list[tuple[float, int, Message]] = []
+        self._count = 0
+
+    def post(self, message: Message, *, at: float | None = None) -> None:
+        """Leave a message, from any thread. `at`: by `time.monotonic`, when it becomes due."""
+        with self.changed:
+            if at is None:
+                self._posted.append(message)
+            else:
+                self._count += 1
+                heapq.heappush(self._later, (at, self._count, message))
+            self.changed.notify_all()
+
+    def waiting(self) -> list[Message]:
+        """The messages that are due now."""
+        with self.changed:
+            while self._later and self._later[0][0] <= time.monotonic():
+                self._posted.append(heapq.heappop(self._later)[2])
+            return list(self._posted)
+
+    def take(self) -> list[Message]:
+        """The messages that are due, which are then no longer here."""
+        with self.changed:
+            due, self._posted = self.waiting(), []
+            return due
+
+    def put_back(self, messages: Iterable[Message]) -> None:
+        """Leave messages that were taken and not read: they come before all others."""
+        with self.changed:
+            self._posted[:0] = messages
+
+    def wait(self, ready: Callable[[], bool], timeout: float | None) -> bool:
+        """Block until a message is due or something is `ready`; False where it took too long."""
+        until = None if timeout is None else time.monotonic() + timeout
+        with self.changed:
+            while not (ready() or self.waiting()):
+                limits = [until] if until is not None else []
+                limits += [at for at, _, _ in self._later[:1]]
+                left = min(limits) - time.monotonic() if limits else None
+                if until is not None and time.monotonic() >= until:
+                    return False
+                self.changed.wait(left)
+            return True

@@ -1,0 +1,233 @@
+"""One request for text, followed to its end: tokens become text where they are made."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from rewarm.engine.request import Request
+from rewarm.prompt.chat import Chat, Text
+from rewarm.prompt.messages import Part, Said
+from rewarm.prompt.parse.answer import Answer, Piece
+from rewarm.prompt.render.renderer import Prompt
+from rewarm.values import Cost, Finish, Sampled
+
+from .options import GenerationOptions
+
+log = logging.getLogger("rewarm")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Prompt tokens in the caches, and in all."""
+
+    run: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Delta(Said):
+    """The parts that were added to a choice since its last delta."""
+
+    choice: int
+    parts: Sequence[Part] = ()
+    sampled: Sequence[Sampled] = ()
+    """Its tokens, if every token or logprobs were asked for."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    choice: int
+    finish: str
+    """"stop", "length", "tool_calls" or "cancelled"."""
+
+
+@dataclass(frozen=True)
+class RunDone:
+    """A prompt is answered."""
+
+    run: int
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class RunFailed:
+    """A prompt cannot be answered."""
+
+    run: int
+    error: Exception
+
+
+Event = Progress | Delta | Ended | RunDone | RunFailed
+Emit = Callable[[Event], object]
+
+
+@dataclass(eq=False)
+class Choice:
+    """One answer as it grows."""
+
+    answer: Answer
+    tokens: int = 0
+    reasoning_tokens: int = 0
+    sampled: list[Sampled] = field(default_factory=list)
+    """All tokens, if every token or logprobs were asked for."""
+    finish: str = "cancelled"
+    first_at: float = 0.0
+    last_at: float = 0.0
+    _silent: int = 0
+    _told: int = 0
+
+    def take(self, token: int, between: Callable[[float], None]) -> Piece:
+        now = time.perf_counter()
+        if self.tokens:
+            between(now - self.last_at)
+        else:
+            self.first_at = now
+        self.last_at = now
+        self.tokens += 1
+        piece = self.answer.add(token)
+        # Tokens that gave nothing yet belong to what comes out next.
+        self._silent += 1
+        if piece.reasoning:
+            self.reasoning_tokens += self._silent
+        if piece.parts:
+            self._silent = 0
+        return piece
+
+    def untold(self) -> list[Sampled]:
+        fresh = self.sampled[self._told :]
+        self._told = len(self.sampled)
+        return fresh
+
+
+@dataclass(eq=False)
+class Run:
+    """One prompt with its answers; the sink of its request. Its methods are called on the thread
+    that turns the engine."""
+
+    number: int
+    """Choices are numbered through, from prompt to prompt."""
+    prompt: Prompt
+    choices: list[Choice]
+    options: GenerationOptions
+    end_tokens: frozenset[int]
+    emit: Emit
+    between: Callable[[float], None]
+    """Told the seconds between two tokens of a choice."""
+    echo: str = ""
+    """The prompt's text, where it is part of the answers."""
+    resumed: int | None = None
+    """Prompt tokens that the cache gave; None until the prefill starts."""
+    position: int = 0
+    """Prompt tokens that are in the caches."""
+    cost: Cost | None = None
+    error: Exception | None = None
+    miss: dict[str, Any] | None = None
+    """Why not more of the prompt was reused, in words and figures."""
+
+    def prefilled(self, done: int, total: int) -> None:
+        if self.resumed is None or done != self.position:
+            self.resumed = done if self.resumed is None else self.resumed
+            self.position = done
+            self._emit(Progress(self.number, done, total))
+
+    def token(self, choice: int, sampled: Sampled) -> bool:
+        chosen, options = self.choices[choice], self.options
+        piece = chosen.take(sampled.token, self.between)
+        logged = options.top_logprobs is not None and sampled.token not in self.end_tokens
+        if logged or options.every_token:
+            chosen.sampled.append(sampled)
+        self._add(choice, piece, options.every_token)
+        return piece.stop is not None or (options.one_call and bool(piece.calls))
+
+    def ended(self, choice: int, reason: Finish) -> None:
+        chosen = self.choices[choice]
+        try:
+            self._add(choice, chosen.answer.finish(), True)
+        except Exception as error:
+            log.exception("an answer could not be read to its end")
+            self.error = error
+        stopped = reason == "stop" or chosen.answer.stopped_by is not None
+        called = stopped and bool(chosen.answer.calls)
+        chosen.finish = "tool_calls" if called else "stop" if stopped else reason
+        self._emit(Ended(self._numbered(choice), chosen.finish))
+
+    def done(self, report: Cost) -> None:
+        failed = self.error
+        self._emit(
+            RunDone(self.number, report) if failed is None else RunFailed(self.number, failed)
+        )
+
+    def failed(self, error: Exception) -> None:
+        self._emit(RunFailed(self.number, error))
+
+    def _add(self, index: int, piece: Piece, always: bool) -> None:
+        if self.options.stream and (piece.parts or always):
+            sampled = self.choices[index].untold()
+            if piece.parts or sampled:
+                self._emit(Delta(self._numbered(index), piece.parts, sampled))
+
+    def _numbered(self, index: int) -> int:
+        return self.number * len(self.choices) + index
+
+    def _emit(self, event: Event) -> None:
+        try:
+            self.emit(event)
+        except RuntimeError:
+            log.debug("an answer came after its event loop was closed")
+
+
+def nowhere(event: Event) -> None:
+    """Events that come after the end have nobody to go to."""
+
+
+@dataclass(eq=False)
+class Generation:
+    """One request for text, with prompts and answers. It belongs to the reader of its events."""
+
+    asked: Chat | Text
+    options: GenerationOptions
+    runs: list[Run] = field(default_factory=list)
+    pending: dict[int, Request] = field(default_factory=dict)
+    """The requests that are not over, by the number of their run."""
+
+    @property
+    def over(self) -> bool:
+        return not self.pending
+
+    @property
+    def choices(self) -> list[Choice]:
+        return [choice for run in self.runs for choice in run.choices]
+
+    @property
+    def costs(self) -> list[Cost]:
+        return [run.cost for run in self.runs if run.cost is not None]
+
+    @property
+    def chat(self) -> Chat | None:
+        return self.asked if isinstance(self.asked, Chat) else None
+
+    def take(self, event: Event) -> Run | None:
+        """Note an event that is about to be read. Returns the run that ends with it."""
+        if not isinstance(event, (RunDone, RunFailed)):
+            return None
+        run = self.runs[event.run]
+        if isinstance(event, RunDone):
+            run.cost = event.cost
+        else:
+            run.error = event.error
+        run.emit = nowhere  # it refers to whoever reads, who refers to the run
+        self.pending.pop(event.run, None)
+        return run
+
+
+@dataclass(eq=False)
+class Reading(Generation):
+    """A generation whose events wait until they are read, one by one."""
+
+    events: SimpleQueue[Event] = field(default_factory=SimpleQueue)

@@ -1,0 +1,54 @@
+"""Who turns the engine's loop until an event is there."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import Protocol, cast
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream, wired_limit
+
+from rewarm.engine.core import Core
+
+from .generation import Event
+
+
+class Pump(Protocol):
+    def next(self, events: SimpleQueue[Event]) -> Event:
+        """The next event, once it is there. Called on the reader's thread."""
+
+
+class ThreadPump:
+    """The engine has a thread of its own."""
+
+    def next(self, events: SimpleQueue[Event]) -> Event:
+        return events.get()
+
+
+class CallerPump:
+    """The reader's own thread turns the engine.
+
+    What interrupts a turn ends all that runs, and is raised to the reader.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    def next(self, events: SimpleQueue[Event]) -> Event:
+        while events.empty():
+            self.turn()
+        return events.get()
+
+    def warm_up(self) -> None:
+        """Turn until all that was asked for ahead is computed."""
+        while self.core.stats().warm_waiting:
+            self.turn()
+
+    def turn(self) -> None:
+        self.core.wait()  # what lies below memory may still be on its way
+        with wired_limit(self.core.model, cast("list[mx.Stream]", [generation_stream])):
+            try:
+                self.core.turn()
+            except BaseException as error:
+                self.core.recover(error, keep=False)
+                raise

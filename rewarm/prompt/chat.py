@@ -1,0 +1,53 @@
+"""The canonical form of what is to be answered, whatever API it came by.
+
+Nothing here imports a model library: a gateway reads requests with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rewarm.errors import InvalidPrompt
+from rewarm.options import TAKEN_BY_RENDERING
+from rewarm.values import Message
+
+from .messages import Said, normalised
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages to answer through the model's chat template."""
+
+    messages: list[Message]
+    """They are canonical, as `normalised` gives them."""
+    tools: list[Any] | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the chat template. Raises InvalidPrompt for one that a request may not set."""
+    continue_final: bool = False
+    """The answer goes on with the last message, which is the assistant's."""
+    marked: tuple[int, ...] = ()
+    """Messages whose ends shall be checkpoints; -1 is the end of system and tools."""
+    must_call: bool = False
+    """The answer has to call a tool."""
+    returned: Callable[[Said], Message] = Said.message
+    """The message that the client sends for a delivered answer in the next turn."""
+
+    def __post_init__(self) -> None:
+        for name in self.template:
+            if not isinstance(name, str) or name in TAKEN_BY_RENDERING:
+                raise InvalidPrompt(f"the template option {name!r} cannot be set by a request")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Texts, or tokens, to continue without a template. Each is a prompt of its own."""
+
+    prompts: Sequence[str | Sequence[int]]
+    echo: bool = False
+    """The prompts' texts are part of the answers."""
+
+
+def chat_of(messages: Sequence[Any], tools: list[Any] | None = None, **options: Any) -> Chat:
+    """A chat from messages in any spelling. Raises InvalidPrompt."""
+    return Chat(normalised(messages), tools or None, **options)

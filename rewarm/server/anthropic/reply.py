@@ -1,0 +1,184 @@
+"""Anthropic's replies: the same blocks whole, as a stream of events, and when they come back."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rewarm.generate.generation import Choice, Delta, Progress
+from rewarm.prompt.messages import Part
+
+from ..dialect import KEEP_ALIVE, Dialect, ReplyWriter, cached_tokens, rewarm_object
+from ..errors import ApiError
+from ..work import data, encoded
+from .chat import SIGNATURE, block_of, content_blocks, error_body, is_block, parse_message
+from .parse import MessagesRequest
+
+STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
+
+UNWRITTEN: dict[str, dict[str, Any]] = {
+    "thinking": {"thinking": "", "signature": ""},
+    "text": {"text": ""},
+    "tool_use": {"input": {}},
+}
+"""The fields that the deltas of a block fill."""
+
+
+def usage(
+    prompt: int, resume: int, last_mark: int | None, choice: Choice | None = None
+) -> dict[str, Any]:
+    """Anthropic counts every prompt token once: read from the cache, written to it because of a
+    `cache_control` mark, or neither."""
+    created = max(0, last_mark - resume) if last_mark is not None else 0
+    return {
+        "input_tokens": prompt - resume - created,
+        "cache_creation_input_tokens": created,
+        "cache_read_input_tokens": resume,
+        "output_tokens": choice.tokens if choice is not None else 0,
+    }
+
+
+def stop_of(choice: Choice) -> dict[str, Any]:
+    """An answer that was cut short, by a limit or because the server had to stop, has reached its
+    maximum."""
+    stopped_by = choice.answer.stopped_by if choice.finish == "stop" else None
+    reason = STOP_REASONS.get(choice.finish, "max_tokens")
+    return {
+        "stop_reason": "stop_sequence" if stopped_by is not None else reason,
+        "stop_sequence": stopped_by,
+    }
+
+
+@dataclass
+class MessageReply(ReplyWriter):
+    """The message begins when the prefill does: only then is known what the cache gave."""
+
+    _started: bool = False
+    _index: int = -1
+    _kind: str | None = None
+    """The kind of the part that is being written."""
+    _open: str | None = None
+    """The type of its block, once it has begun."""
+    _blank: str = ""
+    """The beginning of a text that has been nothing but blanks."""
+
+    def whole(self) -> dict[str, Any]:
+        choice = self.work.choices[0]
+        return {
+            **self._message(content_blocks(choice.answer.parts), stop_of(choice)),
+            "usage": self._usage(cached_tokens(self.work), choice),
+            "rewarm": rewarm_object(self.work),
+        }
+
+    def progress(self, event: Progress) -> str:
+        note = f": prefill {event.done}/{event.total}\n\n"
+        return note if self._started else self._start(event.done) + note
+
+    def delta(self, event: Delta) -> str:
+        return self._start(0) + "".join([self._part(part) for part in event.parts])
+
+    def last(self) -> str:
+        resume, choice = cached_tokens(self.work), self.work.choices[0]
+        ended = {
+            "type": "message_delta",
+            "delta": stop_of(choice),
+            "usage": self._usage(resume, choice),
+            "rewarm": rewarm_object(self.work),
+        }
+        return (
+            self._start(resume)
+            + self._close()
+            + data(ended, "message_delta")
+            + data({"type": "message_stop"}, "message_stop")
+        )
+
+    def idle(self) -> str:
+        return data({"type": "ping"}, "ping") if self._started else KEEP_ALIVE
+
+    def error(self, error: ApiError) -> str:
+        return data(error_body(error, self.work.exchange.id), "error")
+
+    def _message(self, content: Sequence[dict[str, Any]], stop: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": f"msg_{uuid.uuid4().hex[:24]}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.asked.body.model,
+            "content": content,
+            **stop,
+        }
+
+    def _usage(self, resume: int, choice: Choice | None = None) -> dict[str, Any]:
+        prompt, chat = self.work.runs[0].prompt, self.work.chat
+        marked = chat is not None and chat.marked
+        last = max(prompt.marks, default=0) if marked else None
+        return usage(len(prompt.tokens), resume, last, choice)
+
+    def _start(self, resume: int) -> str:
+        if self._started:
+            return ""
+        self._started = True
+        message = self._message((), {"stop_reason": None, "stop_sequence": None})
+        message["usage"] = self._usage(resume)
+        return data({"type": "message_start", "message": message}, "message_start")
+
+    def _part(self, part: Part) -> str:
+        """Written as `content_blocks` writes the whole of it, of which this is a piece."""
+        before = ""
+        if part.kind != self._kind or part.kind == "call":
+            before = self._close()
+            self._kind, self._blank = part.kind, ""
+        if self._open is None:
+            part = part._replace(text=self._blank + part.text)
+            if not is_block(part):
+                self._blank = part.text
+                return before
+        block = block_of(part)
+        return before + self._enter(block) + self._add(_content(block))
+
+    def _enter(self, block: dict[str, Any]) -> str:
+        if self._open is not None:
+            return ""
+        self._index += 1
+        self._open = block["type"]
+        begun = {**block, **UNWRITTEN[block["type"]]}
+        start = {"type": "content_block_start", "index": self._index, "content_block": begun}
+        return data(start, "content_block_start")
+
+    def _add(self, delta: dict[str, Any]) -> str:
+        body = {"type": "content_block_delta", "index": self._index, "delta": delta}
+        return data(body, "content_block_delta")
+
+    def _close(self) -> str:
+        if self._open is None:
+            return ""
+        signed = ""
+        if self._open == "thinking":
+            signed = self._add({"type": "signature_delta", "signature": SIGNATURE})
+        self._open = None
+        stop = {"type": "content_block_stop", "index": self._index}
+        return signed + data(stop, "content_block_stop")
+
+
+def _content(block: dict[str, Any]) -> dict[str, Any]:
+    """A block's content as a delta."""
+    if block["type"] == "tool_use":
+        return {"type": "input_json_delta", "partial_json": encoded(block["input"])}
+    if block["type"] == "thinking":
+        return {"type": "thinking_delta", "thinking": block["thinking"]}
+    return {"type": "text_delta", "text": block["text"]}
+
+
+MESSAGES = Dialect(
+    path="/v1/messages",
+    name="messages",
+    tag="Anthropic",
+    summary="Answer a conversation.",
+    schema=MessagesRequest,
+    parse=parse_message,
+    reply=MessageReply,
+    error=error_body,
+    has=("id", "type", "role", "model", "content", "stop_reason", "usage", "rewarm"),
+)

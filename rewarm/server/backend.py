@@ -1,0 +1,142 @@
+"""The engine with what the endpoints need around it. Prompts are made off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from rewarm.engine import Engine
+from rewarm.generate.generation import Run, RunDone
+from rewarm.generate.generator import Generator
+from rewarm.generate.why.advisor import Advisor
+from rewarm.generate.why.labels import Labels
+from rewarm.options import ServerOptions
+
+from .admin.activity import Activity
+from .admin.metrics import Metrics
+from .admin.tree_view import TreeView
+from .errors import ApiError
+from .exchange import Exchange, exchange_of
+from .fields import Asked
+from .work import Work
+
+log = logging.getLogger("rewarm")
+
+T = TypeVar("T")
+THREADS = 4
+LARGE = 1 << 20
+"""Bytes of a body that is worked on apart, one at a time: it takes seconds, and others do not."""
+
+
+class Backend:
+    def __init__(self, engine: Engine, options: ServerOptions) -> None:
+        self.engine = engine
+        self.options = options
+        self.metrics = Metrics(engine, options.model_name)
+        self.activity = Activity()
+        self.generator = Generator(
+            engine,
+            template=options.template_options,
+            max_answer=options.max_answer,
+            warm_ahead=options.warm_ahead,
+            between=self.metrics.between.observe,
+        )
+        self.advisor = Advisor(self.generator)
+        self._pool = ThreadPoolExecutor(THREADS, "rewarm-prompt")
+        self._large = ThreadPoolExecutor(1, "rewarm-large-prompt")
+        # One thread: what is said of a request is said before the request itself is remembered.
+        self._explaining = ThreadPoolExecutor(1, "rewarm-explain")
+
+    @cached_property
+    def tree(self) -> TreeView:
+        return TreeView(self.engine.cache, Labels(self.generator.renderer))
+
+    def close(self) -> None:
+        for pool in (self._pool, self._large, self._explaining):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, request: Request, parse: Callable[[bytes, ServerOptions], T]) -> T:
+        """A request's body, parsed off the event loop: it may be large."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # A web page can have any browser send other types without asking the server first.
+        if kind != "application/json":
+            raise ApiError(
+                415,
+                f"the content type is {kind[:80]!r}: send JSON, with `Content-Type: "
+                "application/json`",
+            )
+        body = await request.body()
+        exchange = exchange_of(request)
+        exchange.size = len(body)
+        return await self.off_loop(exchange, parse, body, self.options)
+
+    async def off_loop(self, exchange: Exchange, do: Callable[..., T], *args: Any) -> T:
+        pool = self._pool_for(exchange)
+        return await asyncio.get_running_loop().run_in_executor(pool, do, *args)
+
+    async def begin(self, exchange: Exchange, asked: Asked) -> Work:
+        """Have a request answered. Raises what the engine's `submit` does."""
+        work = Work(asked.prompt, asked.options, exchange=exchange, backend=self)
+        await self.off_loop(exchange, self.generator.prepare, work, work.send)
+        exchange.work, exchange.salt = work, asked.options.salt
+        self.activity.began(exchange)
+        self.generator.submit(work)
+        return work
+
+    async def described_all(self) -> None:
+        """Wait until all that was answered so far is described and remembered."""
+        await asyncio.get_running_loop().run_in_executor(self._explaining, lambda: None)
+
+    def describe(self, work: Work, done: RunDone) -> None:
+        """Deliver the end of a prompt once it is known why it missed what it missed. Called on the
+        engine's thread."""
+        miss = done.cost.miss
+        work.runs[done.run].miss = {"reason": miss.reason} if miss is not None else None
+        try:
+            self._explaining.submit(self._describe, work, done)
+        except RuntimeError:  # the server is stopping
+            work.loop.call_soon_threadsafe(work.deliver, done)
+
+    def ran(self, work: Work, run: Run) -> None:
+        """A prompt is answered, or has failed."""
+        exchange = work.exchange
+        self.metrics.ran(run, exchange.endpoint)
+        exchange.ran(run)
+        if work.chat is None or run.error is not None:
+            return
+        with suppress(RuntimeError):  # the server is stopping
+            self._explaining.submit(self.advisor.remember, exchange.id, work, run)
+            self._pool_for(exchange).submit(self.generator.answered, work, run)
+
+    def ended(self, exchange: Exchange, status: int) -> None:
+        """An exchange is over, whatever came of it."""
+        self.metrics.responded(exchange.endpoint, status)
+        self.activity.ended(exchange, status)
+
+    def _describe(self, work: Work, done: RunDone) -> None:
+        run = work.runs[done.run]
+        try:
+            if done.cost.miss is not None:
+                run.miss = self.advisor.described(
+                    done.cost.miss, run.prompt, work.chat, work.options.salt
+                )
+        except Exception:
+            log.exception("a miss could not be described")
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            work.loop.call_soon_threadsafe(work.deliver, done)
+
+    def _pool_for(self, exchange: Exchange) -> ThreadPoolExecutor:
+        """Large requests are worked on one at a time: the others need not wait for them."""
+        return self._large if exchange.size > LARGE else self._pool
+
+
+def backend_of(request: Request) -> Backend:
+    backend: Backend = request.app.state.backend
+    return backend

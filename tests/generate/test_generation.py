@@ -1,0 +1,135 @@
+"""The one way from text to text, on an engine with a thread and on one that is turned."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from rewarm import PrefixCache
+from rewarm.engine import Core, Loaded
+from rewarm.errors import InvalidOption
+from rewarm.generate.generation import Delta, Ended, Event, Progress, RunDone
+from rewarm.generate.generator import Generator
+from rewarm.generate.options import GenerationOptions
+from rewarm.generate.pump import CallerPump
+from rewarm.options import EngineOptions
+from rewarm.prompt.chat import Chat, Text
+from tests.support_server import END, ScriptedEngine, started_engine, tool_tokenizer
+from tests.tiny import tiny_model
+
+CHAT = Chat([{"role": "user", "content": "Where is the boat?"}])
+
+
+@contextmanager
+def waiting() -> Iterator[Generator]:
+    engine, _ = started_engine()
+    try:
+        assert engine.wait(60) == "ready", engine.detail
+        yield Generator(engine)
+    finally:
+        engine.stop()
+
+
+@contextmanager
+def turning() -> Iterator[Generator]:
+    model = tiny_model()
+    loaded = Loaded(model, tool_tokenizer(), PrefixCache(model, memory="64MB", chunk=64))
+    core = Core(loaded, EngineOptions(max_batch=1))
+    yield Generator(core, CallerPump(core))
+    core.close()
+
+
+HOWS = pytest.mark.parametrize("how", [waiting, turning])
+
+
+@HOWS
+def test_events_come_in_order_and_end_with_the_cost(how: Any) -> None:
+    with how() as generator:
+        events: list[Event] = list(
+            generator.generate(CHAT, GenerationOptions(max_tokens=5, stream=True))
+        )
+        kinds = [type(event) for event in events]
+        assert kinds[0] is Progress
+        assert kinds[-2:] == [Ended, RunDone]
+        assert kinds == sorted(kinds, key=[Progress, Delta, Ended, RunDone].index)
+        done = events[-1]
+        assert isinstance(done, RunDone)
+        assert done.cost.match.resume + done.cost.prefilled == done.cost.match.tokens
+
+
+@HOWS
+def test_both_ways_to_turn_the_engine_give_the_same_answer(how: Any) -> None:
+    def text(generator: Generator) -> str:
+        events = generator.generate(CHAT, GenerationOptions(max_tokens=12, stream=True))
+        return "".join(e.reasoning + e.text for e in events if isinstance(e, Delta))
+
+    with how() as generator, waiting() as other:
+        assert text(generator) == text(other) != ""
+
+
+@HOWS
+def test_closing_the_events_stops_the_work_and_keeps_what_was_computed(how: Any) -> None:
+    with how() as generator:
+        generation = generator.start(CHAT, GenerationOptions(max_tokens=10_000, stream=True))
+        events = generator.events(generation)
+        while not isinstance(next(events), Delta):
+            pass
+        events.close()
+        assert generation.over
+        assert generator.core.cache.stats().leases == 0
+        tokens = generation.runs[0].prompt.tokens
+        assert generator.core.cache.match(tokens).resume == len(tokens) - 1
+
+
+@HOWS
+def test_texts_are_answered_together_or_not_at_all(how: Any) -> None:
+    with how() as generator:
+        generation = generator.start(Text(["Once", "Twice"], echo=True))
+        for _ in generator.events(generation):
+            if all(choice.tokens > 2 for choice in generation.choices):
+                generator.cancel(generation)
+        assert [run.echo for run in generation.runs] == ["Once", "Twice"]
+        assert len(generation.costs) == 2
+        many = GenerationOptions(n=200)
+        with pytest.raises(InvalidOption, match="400 answers at once: the queue takes 256"):
+            generator.start(Text(["a", "b"]), many)
+
+
+@HOWS
+def test_a_generation_that_is_over_is_freed_without_a_collector(how: Any) -> None:
+    """Its runs, its requests and its answers refer to nothing that refers to them."""
+    with how() as generator:
+        gc.collect()
+        gc.disable()
+        try:
+            generation = generator.start(CHAT, GenerationOptions(max_tokens=4, stream=True))
+            assert list(generator.events(generation))
+            held = [weakref.ref(generation), weakref.ref(generation.runs[0])]
+            del generation
+            # The engine lets go of a request at the end of the turn that told of its end.
+            list(generator.generate(CHAT, GenerationOptions(max_tokens=1)))
+            if isinstance(generator.engine, ScriptedEngine):
+                generator.engine.requests.clear()
+            assert [ref() for ref in held] == [None, None]
+        finally:
+            gc.enable()
+
+
+def test_the_next_turn_is_warmed_as_it_will_be_sent() -> None:
+    with waiting() as generator:
+        assert isinstance(generator.engine, ScriptedEngine)
+        generator.engine.script = f"</think>At the pier.{END}"
+        generation = generator.start(CHAT, GenerationOptions(max_tokens=60, stream=True))
+        list(generator.events(generation))
+        ahead = generator.ahead(generation, generation.runs[0])
+        assert ahead is not None
+        said = generation.choices[0].answer.message()
+        after = Chat([*CHAT.messages, said, {"role": "user", "content": "And the crane?"}])
+        sent = generator.render(after).tokens
+        assert sent[: len(ahead.tokens)].tolist() == ahead.tokens.tolist()
+        assert len(ahead.tokens) > len(generation.runs[0].prompt.tokens)

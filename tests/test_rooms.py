@@ -15,6 +15,7 @@ HEAVY = ("mlx", "mlx.core", "mlx_lm", "transformers")
 
 ORDER = [
     {"values", "errors", "options"},
+    {"device", "private", "model_folder"},
     {"accel"},
     {"loading", "pocket"},
     {"cache"},

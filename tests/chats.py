@@ -74,6 +74,16 @@ def result(text: str, identity: str = "abcdefghi") -> Message:
     return {"role": "tool", "tool_call_id": identity, "content": text}
 
 
+def chat_of(turns: int, *, thinking: bool = True) -> list[Message]:
+    """A chat of so many turns that ends with a question."""
+    more = {"reasoning_content": "Let me think about it."} if thinking else {}
+    chat = [system("You keep the harbour. " * 20)]
+    for turn in range(turns):
+        chat.append(user(f"Question {turn}: " + "when is the tide? " * 20))
+        chat.append(assistant(f"Answer {turn}: " + "at noon, roughly. " * 20, **more))
+    return chat[:-1]
+
+
 @cache
 def answering(name: str) -> TokenizerWrapper:
     """A tokenizer with the detokenizer and the tool parser that mlx-lm's `load` picks for it."""

@@ -30,13 +30,12 @@ for place in cpu.COMPILED:
     import_module(replace.MODELS + place.module)
 accel.install()
 
+from .servers import Running, running  # noqa: E402 (models are imported once that is done)
 from .sets import (  # noqa: E402, F401
+    SOAK,
     pytest_make_collect_report,
     pytest_runtest_makereport,
 )
-from .support_server import Running, running  # noqa: E402 (models are imported once that is done)
-
-SOAK = os.environ.get("REWARM_SOAK") == "1"
 
 hypothesis.settings.register_profile("test", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000, database=None)

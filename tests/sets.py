@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 
+SOAK = os.environ.get("REWARM_SOAK") == "1"
+"""Whether each test runs its whole range instead of a sample: `make soak`."""
+
 RECORDED = os.environ.get("REWARM_CORPUS") == "recorded"
 """Whether the inputs are those that others recorded: `make integration`."""
 

@@ -19,20 +19,9 @@ ALLOWED: dict[str, set[str]] = {
     # They need a method of the cache that shows what the tree holds.
     "server/test_explain.py": {"_trees"},
     "server/test_live.py": {"_trees"},
-    "engine/test_replay.py": {"_trees"},
-    "support.py": {"_trees"},
+    "runs.py": {"_trees"},
     "pocket/test_pocket_answers.py": {"_trees", "_lock"},
     "server/test_cache_view.py": {"_trees", "_binding"},
-    # They need a way to evict something chosen.
-    "generate/test_explain_cache.py": {
-        "_trees",
-        "_lock",
-        "_evictor",
-        "_evict",
-        "_appraiser",
-        "_clock",
-        "_evicted_index",
-    },
     # Its tests of the evictor belong into tests/cache.
     "bench/test_bench.py": {
         *("_appraiser", "_clock", "_crowd", "_entries", "_entry", "_evict", "_evictor", "_file"),
@@ -42,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "cache/test_leaks.py": {"_loop"},
     "server/test_hostile.py": {"_loop", "_open"},
     # It waits for the threads that render.
-    "support_server.py": {"_pool", "_large"},
+    "servers.py": {"_pool", "_large"},
     # mlx-lm's wrapper hides the tokenizer under this name.
     # The session's own pump stands in its module, the tests of it beside those of its room.
     "generate/test_session.py": {"_tokenizer", "_pump"},

@@ -13,7 +13,8 @@ import pytest
 from rewarm.accel import cuda, delta
 from tests.accel.test_cuda import arrays
 from tests.accel.test_delta import Case, Inputs, by_token, distance, inputs, outputs, spoiled
-from tests.emulation import emulated, needs_a_compiler
+
+from .emulation import emulated, needs_a_compiler
 
 pytestmark = needs_a_compiler
 

@@ -20,7 +20,7 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.payload import Packing, Rows, chained, join
 from tests import zoo
 from tests.cache import test_zoo
-from tests.support import CHUNK, Ran, divergence
+from tests.runs import CHUNK, Ran, divergence
 
 on_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
 

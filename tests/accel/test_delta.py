@@ -16,7 +16,7 @@ import pytest
 from mlx_lm.models import gated_delta
 
 from rewarm.accel import delta
-from tests.conftest import SOAK
+from tests.sets import SOAK
 
 Array = npt.NDArray[np.float64]
 

@@ -32,7 +32,7 @@ from rewarm.cli.app import app
 from rewarm.errors import InvalidOption
 from rewarm.values import Boundary
 from tests import corpus
-from tests.support import prompt
+from tests.runs import prompt
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

@@ -11,7 +11,7 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.tree import Node
 from rewarm.values import Boundary
 from tests import zoo
-from tests.support import CHUNK, joined, prompt, run
+from tests.runs import CHUNK, joined, prompt, run
 
 FIRST, SECOND = prompt(100, 1), prompt(80, 2)
 BRANCH = joined(FIRST[:60], prompt(30, 3))

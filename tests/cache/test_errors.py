@@ -21,7 +21,7 @@ from rewarm.errors import (
     UnsupportedModel,
 )
 from tests import zoo
-from tests.support import CHUNK, prompt, run
+from tests.runs import CHUNK, prompt, run
 from tests.tiny import tiny_model, tiny_tokenizer
 
 

@@ -20,10 +20,10 @@ import pytest
 from rewarm.cache.tiers.disk.records import StoreUnusable
 from rewarm.cache.tiers.disk.store import Store
 from tests import zoo
-from tests.cache.test_disk import cache_on
-from tests.cache.test_disk_store import ABOUT, add, opened
+from tests.cache.disk.caches import cache_on
+from tests.cache.disk.stores import ABOUT, add, opened
 from tests.cli.test_chat import chatting
-from tests.support import prompt, run
+from tests.runs import prompt, run
 from tests.test_private import NOBODY, as_root
 
 SECRET = "ours, and nobody else's business"

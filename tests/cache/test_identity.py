@@ -29,8 +29,8 @@ from rewarm.cache.identity import Description, Watch, execution
 from rewarm.errors import ModelMismatch
 from rewarm.pocket import FOLDER
 from tests import zoo
-from tests.conftest import SOAK
-from tests.support import CHUNK, cold, divergence, prompt, run
+from tests.runs import CHUNK, cold, divergence, prompt, run
+from tests.sets import SOAK
 from tests.tiny import tiny_tokenizer
 
 ARCHITECTURES = sorted(zoo.ARCHITECTURES)
@@ -456,7 +456,7 @@ THREADS = """
 import sys, rewarm
 from rewarm import PrefixCache
 from tests import zoo
-from tests.support import prompt, run
+from tests.runs import prompt, run
 model = zoo.tiny("llama")
 cache = PrefixCache(model, memory="64MB", reuse=sys.argv[2], disk=sys.argv[1], chunk=64)
 print(run(model, cache, prompt(200)).match.resume)

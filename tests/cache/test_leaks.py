@@ -15,10 +15,10 @@ from rewarm import Session
 from rewarm.cache import PrefixCache
 from rewarm.engine import Engine
 from tests import zoo
-from tests.conftest import SOAK
-from tests.serving import Collected, answer, ask, engine, settled
-from tests.support import CHUNK, Counted, Prompt, joined, prompt, run
-from tests.support_server import running
+from tests.engines import Collected, answer, ask, engine, settled
+from tests.runs import CHUNK, Counted, Prompt, joined, prompt, run
+from tests.servers import running
+from tests.sets import SOAK
 from tests.tiny import tiny_tokenizer
 
 COMPILED = 4096

@@ -14,7 +14,7 @@ from rewarm.errors import InvalidOption
 from rewarm.options import parse_size
 from rewarm.values import Boundary
 from tests import zoo
-from tests.support import CHUNK, cold, divergence, joined, prompt, run
+from tests.runs import CHUNK, cold, divergence, joined, prompt, run
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss", "deepseek_v41"])

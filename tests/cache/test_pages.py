@@ -14,8 +14,8 @@ from rewarm.cache import pages, payload
 from rewarm.cache.pages import unfilled
 from rewarm.cache.payload import Packing, join
 from tests import zoo
-from tests.cache.test_disk import ARCHITECTURES, cache_on
-from tests.support import cold, divergence, prompt, run
+from tests.cache.disk.caches import ARCHITECTURES, cache_on
+from tests.runs import cold, divergence, prompt, run
 
 linux_cpu = pytest.mark.skipif(not pages.available(), reason="only on a Linux CPU")
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -23,7 +23,7 @@ from rewarm.cache import core, positions
 from rewarm.cache.identity import Description
 from rewarm.cache.positions import FAR, Limit, limit_of
 from tests import zoo
-from tests.support import CHUNK, Counted, Prompt, Ran, cold, divergence, joined, prompt, run
+from tests.runs import CHUNK, Counted, Prompt, Ran, cold, divergence, joined, prompt, run
 from tests.tiny import tiny_tokenizer
 
 LIMIT = 100

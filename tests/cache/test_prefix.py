@@ -16,7 +16,7 @@ from rewarm.cache.placement import ChatPlacement, Point, Shape
 from rewarm.errors import BrokenInvariant, InvalidOption
 from rewarm.values import Boundary
 from tests import zoo
-from tests.support import (
+from tests.runs import (
     CHUNK,
     Counted,
     advance,

@@ -27,8 +27,7 @@ from rewarm.cache import Lease, PrefixCache
 from rewarm.values import Boundary, Match
 from tests import zoo
 from tests.cache.lanes import handed_over
-from tests.conftest import SOAK
-from tests.support import (
+from tests.runs import (
     Logits,
     Prompt,
     advance,
@@ -40,6 +39,7 @@ from tests.support import (
     joined,
     prompt,
 )
+from tests.sets import SOAK
 
 CHUNK = 16
 LONGEST = 110

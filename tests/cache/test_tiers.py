@@ -24,7 +24,7 @@ from rewarm.values import Match
 from tests import zoo
 from tests.cache.hostile_tier import HostileTier, Vice
 from tests.cache.test_programs import CASES, Programs, run_programs
-from tests.support import CHUNK, Prompt, cold, divergence, joined, prompt, run
+from tests.runs import CHUNK, Prompt, cold, divergence, joined, prompt, run
 
 ARCHITECTURES = ("llama", "qwen3_5", "gpt_oss", "mamba", "deepseek_v3", "recurrent_gemma")
 LIES: tuple[Vice, ...] = ("another key", "older", "damaged")

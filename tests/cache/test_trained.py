@@ -11,8 +11,8 @@ import pytest
 import rewarm
 from rewarm import PrefixCache, Session
 from rewarm.cache import PrefixCache as Cache
+from tests.runs import Counted, cold, run
 from tests.sets import shared
-from tests.support import Counted, cold, run
 
 TEXT = (
     '"in the beginning there was a harbour, and the harbour had a keeper, who knew every boat by '

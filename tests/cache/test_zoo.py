@@ -19,7 +19,7 @@ from rewarm.accel import blas
 from rewarm.cache import PrefixCache
 from rewarm.values import Boundary
 from tests import zoo
-from tests.support import CHUNK, Prompt, Ran, cold, divergence, joined, prompt, run
+from tests.runs import CHUNK, Prompt, Ran, cold, divergence, joined, prompt, run
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, kept rows": ("qwen3", {"max_kv_size": 48}),

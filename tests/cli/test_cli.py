@@ -21,7 +21,7 @@ from rewarm.cache import PrefixCache
 from rewarm.cli import cache as cli_cache
 from rewarm.cli.app import main
 from tests import zoo
-from tests.support import prompt, run
+from tests.runs import prompt, run
 
 
 def rewarm_cli(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rewarm.cli.top import frame
 from tests.cli.test_chat import _take_terminal
 from tests.cli.test_cli import rewarm_cli
-from tests.support_server import Running, running
+from tests.servers import Running, running
 
 SYSTEM = {
     "role": "system",

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 import pytest
-from rewarm.cache.layers import leaves
 
 from rewarm.cache import PrefixCache
+from rewarm.cache.layer_kinds import leaves
 from rewarm.engine import Core, Loaded, Request
 from rewarm.engine.decode.base import Start, Step
 from rewarm.engine.decode.batch import Batch, merged
@@ -19,9 +19,9 @@ from rewarm.engine.decode.undo import Before
 from rewarm.options import EngineOptions
 from rewarm.values import Sampling
 from tests import zoo
-from tests.conftest import SOAK
-from tests.serving import Collected
-from tests.support import Prompt, joined, prompt, run
+from tests.engines import Collected
+from tests.runs import Prompt, joined, prompt, run
+from tests.sets import SOAK
 
 SAMPLE = sorted(zoo.ARCHITECTURES)
 LENGTHS = (5, 28, 31, 70)

@@ -16,8 +16,8 @@ from rewarm.engine import Core, Loaded, Request, runner
 from rewarm.engine.scheduler import MOST_FETCHING
 from rewarm.options import EngineOptions
 from tests import zoo
-from tests.serving import PATIENCE, Collected
-from tests.support import Prompt, joined, prompt, run
+from tests.engines import PATIENCE, Collected
+from tests.runs import Prompt, joined, prompt, run
 
 NAMES = ["llama", "qwen3_5", "gpt_oss"]
 

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,9 +32,9 @@ from rewarm.engine.messages import (
 from rewarm.options import EngineOptions
 from rewarm.values import Boundary, Sampling
 from tests import zoo
-from tests.conftest import SOAK
-from tests.serving import Collected
-from tests.support import joined, prompt, run
+from tests.engines import Collected
+from tests.runs import joined, prompt, run
+from tests.sets import SOAK
 
 NAMES = ["llama", "qwen3_5", "gpt_oss"]
 BELOW = [prompt(150, seed=90 + i) for i in range(3)]
@@ -70,19 +69,6 @@ class Recorded:
     digest: str
     said: dict[int, Any]
     evictions: int
-
-
-def digest(cache: PrefixCache) -> str:
-    """What a tree knows: paths, origins, cuts, checkpoints and their kinds."""
-    lines = []
-    for name, tree in cache._trees.items():
-        for node in tree.nodes():
-            path = b"".join(n.key for n in node.path())
-            kind = node.checkpoint.kind if node.checkpoint is not None else None
-            window = node.window.start if node.window is not None else None
-            lines.append(f"{name.salt} {sha256(path).hexdigest()} {node.start} {node.origin}")
-            lines.append(f"{kind} {window} {node.warm}")
-    return sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def made_core(model: Any, folder: Path, *, follows: bool = False) -> Core:
@@ -195,7 +181,7 @@ def record(model: Any, folder: Path, seed: int, steps: int = 80) -> Recorded:
     program = Program(core, seed)
     program.run(steps)
     told = Recorded(
-        program.turns, digest(core.cache), program.copied.said(), core.cache.stats().evictions
+        program.turns, core.cache.digest(), program.copied.said(), core.cache.stats().evictions
     )
     core.close()
     core.cache.verify()
@@ -208,7 +194,7 @@ def replay(model: Any, folder: Path, turns: list[list[Message]]) -> tuple[str, d
     copied = Copied()
     for messages in turns:
         core.follow([copied.of(m) for m in messages])
-    told = digest(core.cache), copied.said()
+    told = core.cache.digest(), copied.said()
     core.close()
     core.cache.close()
     return told

@@ -14,8 +14,8 @@ from mlx_lm.models import qwen3_5
 from rewarm.cache.tree import agreement, encode
 from tests import corpus
 from tests.chats import tokenizer_of
-from tests.conftest import SOAK
-from tests.support_server import Running, running
+from tests.servers import Running, running
+from tests.sets import SOAK
 
 pytestmark = pytest.mark.corpus
 

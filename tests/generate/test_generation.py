@@ -19,7 +19,7 @@ from rewarm.generate.options import GenerationOptions
 from rewarm.generate.pump import CallerPump
 from rewarm.options import EngineOptions
 from rewarm.prompt.chat import Chat, Text
-from tests.support_server import END, ScriptedEngine, started_engine, tool_tokenizer
+from tests.servers import END, ScriptedEngine, started_engine, tool_tokenizer
 from tests.tiny import tiny_model
 
 CHAT = Chat([{"role": "user", "content": "Where is the boat?"}])

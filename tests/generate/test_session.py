@@ -12,7 +12,7 @@ from mlx_lm.generate import generate_step
 
 from rewarm import PrefixCache, Session
 from tests import zoo
-from tests.support import Counted
+from tests.runs import Counted
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SYSTEM = {"role": "system", "content": "You keep the harbour. " * 6}

@@ -25,8 +25,8 @@ from rewarm.pocket.evaluate import LONGEST_ANSWER, Question, questions
 from rewarm.pocket.skills import Step, Turn
 from rewarm.prompt.parse.answer import Answer
 from rewarm.values import Message
-from tests.conftest import SOAK
-from tests.support_server import Running, running
+from tests.servers import Running, running
+from tests.sets import SOAK
 
 ALL = {"lookup": 50, "memory": 30, "arithmetic": 30, "tools": 30, "unknown": 30, "talk": 30}
 ASKED = {skill: count if SOAK else count // 2 for skill, count in ALL.items()}

@@ -19,7 +19,7 @@ from rewarm.generate.why.labels import Labels
 from rewarm.prompt.render.renderer import ChatRenderer
 from rewarm.server.admin import tree_view
 from tests.cache.test_tree import Span
-from tests.support_server import Running, running, tool_tokenizer
+from tests.servers import Running, running, tool_tokenizer
 
 SYSTEM = {"role": "system", "content": "The harbour master is Ingrid. The tide is at noon. " * 3}
 

@@ -11,11 +11,13 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from rewarm.prompt.text import common_tokens
-from tests import agents, zoo
-from tests.explaining import ask, both, explain
-from tests.generate.test_explain_cache import evict, evict_all
-from tests.support_server import END, Running, running
+from tests import zoo
+from tests.cache.evicting import evict, evict_all
+from tests.servers import END, Running, running
 from tests.tiny import tiny_model
+
+from . import bodies
+from .explaining import ask, both, explain
 
 pytestmark = pytest.mark.corpus
 
@@ -27,12 +29,12 @@ def edited(body: dict[str, Any], message: int, content: str) -> dict[str, Any]:
 
 
 def test_cold(client: httpx.Client) -> None:
-    miss = both(client, agents.request())
+    miss = both(client, bodies.request())
     assert (miss["reason"], miss["shared"], miss["resume"]) == ("cold", 0, 0)
 
 
 def test_nothing_was_missed_where_all_that_is_known_was_reused(client: httpx.Client) -> None:
-    body = agents.request()
+    body = bodies.request()
     ask(client, body)
     assert explain(client, body)["miss"] is None
     again = ask(client, body)
@@ -51,8 +53,8 @@ def test_nothing_was_missed_where_all_that_is_known_was_reused(client: httpx.Cli
 def test_diverged_names_the_message_and_the_true_first_difference(
     server: Running, client: httpx.Client, message: int, content: str, field: str
 ) -> None:
-    body = agents.request()
-    for earlier in (agents.request(1), agents.request(2), body):
+    body = bodies.request()
+    for earlier in (bodies.request(1), bodies.request(2), body):
         ask(client, earlier)
     # Long enough for the difference to cost more than what is replayed.
     changed = edited(body, message, content)
@@ -72,19 +74,19 @@ def test_diverged_names_the_message_and_the_true_first_difference(
 
 
 def test_diverged_in_the_tools(client: httpx.Client) -> None:
-    tools = agents.tools()
-    ask(client, agents.request(tools=tools))
+    tools = bodies.tools()
+    ask(client, bodies.request(tools=tools))
     tools[1]["function"]["description"] = "Something else altogether."
-    miss = both(client, agents.request(tools=tools))
+    miss = both(client, bodies.request(tools=tools))
     assert (miss["reason"], miss["field"], miss["message"]) == ("diverged", "tools", None)
     assert miss["sent"].startswith("Something else")
 
 
 def test_diverged_in_a_tool_call(client: httpx.Client) -> None:
-    body = agents.request()
+    body = bodies.request()
     ask(client, body)
     call = body["messages"][6]["tool_calls"][0]["function"]
-    call["arguments"] = call["arguments"].replace(agents.user_id(body), "olivia_g_2305")
+    call["arguments"] = call["arguments"].replace(bodies.user_id(body), "olivia_g_2305")
     body["messages"].append({"role": "user", "content": "Go on. " * 300})
     miss = both(client, body)
     assert (miss["message"], miss["role"], miss["field"]) == (6, "assistant", "tool_calls")
@@ -93,7 +95,7 @@ def test_diverged_in_a_tool_call(client: httpx.Client) -> None:
 
 def test_diverged_in_the_thinking(server: Running, client: httpx.Client) -> None:
     """The answer's thinking is not part of the next prompt: that is where the two part."""
-    body = agents.request(messages=2, max_tokens=400)
+    body = bodies.request(messages=2, max_tokens=400)
     with server.says(f"A long thought about flights.</think>Of course.{END}"):
         reply = ask(client, body)
     answer = reply["choices"][0]["message"]
@@ -114,7 +116,7 @@ def test_diverged_plain_text(client: httpx.Client) -> None:
 
 
 def test_no_checkpoint_was_taken(client: httpx.Client) -> None:
-    body = agents.request()
+    body = bodies.request()
     ask(client, body)
     # In the middle of a message of which nobody knew that anything would part there.
     half = body["messages"][7]["content"][:120]
@@ -124,7 +126,7 @@ def test_no_checkpoint_was_taken(client: httpx.Client) -> None:
 
 
 def test_no_checkpoint_because_it_was_evicted(server: Running, client: httpx.Client) -> None:
-    body = agents.request(messages=4)
+    body = bodies.request(messages=4)
     ask(client, body)
     ask(client, edited(body, 3, "Another question."))
     third = edited(body, 3, "And a third.")
@@ -148,7 +150,7 @@ def test_no_checkpoint_inside_an_answer(server: Running, client: httpx.Client) -
 
 
 def test_evicted(server: Running, client: httpx.Client) -> None:
-    body = agents.request()
+    body = bodies.request()
     size = ask(client, body)["usage"]["prompt_tokens"]
     evict_all(server.engine.cache)
     miss = both(client, body)
@@ -157,7 +159,7 @@ def test_evicted(server: Running, client: httpx.Client) -> None:
 
 
 def test_salt(client: httpx.Client) -> None:
-    body = agents.request()
+    body = bodies.request()
     size = ask(client, body)["usage"]["prompt_tokens"]
     # What is known without a salt is none of a salt's business, and the other way round.
     mine = {**body, "cache_salt": "mine"}
@@ -173,7 +175,7 @@ def test_salt(client: httpx.Client) -> None:
 
 
 def test_other_model(tmp_path: Path) -> None:
-    body = agents.request(messages=4)
+    body = bodies.request(messages=4)
     for seed, salt in ((1, None), (1, "mine")):
         options = {"model": tiny_model(seed), "cache_options": {"disk": str(tmp_path)}}
         with running(engine_options=options) as server, server.client() as client:
@@ -186,13 +188,13 @@ def test_other_model(tmp_path: Path) -> None:
         assert miss["held"] >= 64  # at least: the first span is compared
         assert ask(client, body)["rewarm"]["miss"] == miss
         # Of another tenant's prompts nothing is said, whatever model they were for.
-        theirs = {**agents.request(3), "cache_salt": "nobody"}
+        theirs = {**bodies.request(3), "cache_salt": "nobody"}
         assert explain(client, theirs)["miss"]["reason"] == "cold"
     server.engine.cache.close()
 
 
 def test_exact_mode() -> None:
-    body = agents.request(messages=4)
+    body = bodies.request(messages=4)
     options = {"reuse": "exact"}
     with running(engine_options=options, warm_ahead=False) as server, server.client() as client:
         ask(client, body)
@@ -201,7 +203,7 @@ def test_exact_mode() -> None:
 
 
 def test_exact_mode_names_the_true_first_difference_too() -> None:
-    body = agents.request()
+    body = bodies.request()
     options = {"reuse": "exact"}
     with running(engine_options=options, warm_ahead=False) as server, server.client() as client:
         ask(client, body)
@@ -229,14 +231,14 @@ def test_disabled() -> None:
     caches = {"make_cache": lambda: [Sealed(KVCache()) for _ in model.layers]}
     options = {"model": model, "cache_options": caches}
     with running(engine_options=options) as server, server.client() as client:
-        body = agents.request(messages=2)
+        body = bodies.request(messages=2)
         for _ in range(2):
             miss = both(client, body)
             assert (miss["reason"], miss["resume"]) == ("disabled", 0)
 
 
 def test_anthropics_body_is_explained_like_its_reply(client: httpx.Client) -> None:
-    chat = agents.conversation()
+    chat = bodies.conversation()
     body = {
         "model": "any",
         "max_tokens": 2,
@@ -254,17 +256,17 @@ def test_anthropics_body_is_explained_like_its_reply(client: httpx.Client) -> No
 
 
 def test_a_stream_says_it_in_its_last_chunk(client: httpx.Client) -> None:
-    ask(client, agents.request())
-    body = {**agents.request(1), "stream": True}
+    ask(client, bodies.request())
+    body = {**bodies.request(1), "stream": True}
     explained = explain(client, body)
     text = client.post("/v1/chat/completions", json=body).text
     assert f'"miss":{{"reason":"{explained["miss"]["reason"]}"' in text
 
 
 def test_explaining_changes_and_runs_nothing(server: Running, client: httpx.Client) -> None:
-    ask(client, agents.request())
+    ask(client, bodies.request())
     before, computed = server.engine.cache.stats(), server.model.computed
-    for body in (agents.request(), agents.request(1), agents.request(2, tools=[])):
+    for body in (bodies.request(), bodies.request(1), bodies.request(2, tools=[])):
         explain(client, body)
     assert server.engine.cache.stats() == before
     assert server.model.computed == computed
@@ -289,8 +291,8 @@ def test_a_body_that_is_wrong_is_a_400_that_says_so(
 
 
 def test_the_live_view_shows_the_reason_to_its_own_tenant(client: httpx.Client) -> None:
-    ask(client, {**agents.request(), "cache_salt": "a"})
-    told = ask(client, {**agents.request(1), "cache_salt": "a"})["rewarm"]["miss"]
+    ask(client, {**bodies.request(), "cache_salt": "a"})
+    told = ask(client, {**bodies.request(1), "cache_salt": "a"})["rewarm"]["miss"]
     assert told["reason"] == "diverged"
     own = client.get("/v1/live", headers={"X-Cache-Salt": "a"}).json()["recent"][0]
     assert own["miss"] == told

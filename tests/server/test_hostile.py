@@ -17,8 +17,8 @@ import httpx
 import mlx.core as mx
 import pytest
 
-from tests.conftest import SOAK
-from tests.support_server import Running, running
+from tests.servers import Running, running
+from tests.sets import SOAK
 
 CLIENTS, SECONDS = (64, 120.0) if SOAK else (16, 6.0)
 CANCELS = 500 if SOAK else 60

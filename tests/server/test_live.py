@@ -12,8 +12,8 @@ import pytest
 
 from rewarm.cli.remote import Remote
 from rewarm.server.admin.activity import RECENT, percentile
-from tests.generate.test_explain_cache import evict, evict_all
-from tests.support_server import Running, running
+from tests.cache.evicting import evict, evict_all
+from tests.servers import Running, running
 
 SYSTEM = "You keep the harbour. " * 8
 

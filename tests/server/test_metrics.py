@@ -10,8 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests import agents
-from tests.support_server import Running, running
+from tests.servers import Running, running
+
+from . import bodies
 
 pytestmark = pytest.mark.corpus
 
@@ -31,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def exported(server: Running) -> str:
     with server.client() as client:
-        for body in (agents.request(), agents.request(), agents.request(1)):
+        for body in (bodies.request(), bodies.request(), bodies.request(1)):
             client.post("/v1/chat/completions", json=body).raise_for_status()
         return client.get("/metrics").raise_for_status().text
 
@@ -109,7 +110,7 @@ def test_misses_are_counted_by_reason_with_their_tokens(server: Running, exporte
         before = client.get("/metrics").text
         told = [
             client.post("/v1/chat/completions", json=body).json()["rewarm"]
-            for body in (agents.request(2), agents.request(2), agents.request(3))
+            for body in (bodies.request(2), bodies.request(2), bodies.request(3))
         ]
         after = client.get("/metrics").text
     missed = [t["miss"] for t in told if t["miss"] is not None]

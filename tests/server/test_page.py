@@ -19,7 +19,7 @@ import pytest
 
 from rewarm.server.admin.page import FILES
 from tests.server.test_cache_view import fill
-from tests.support_server import Running, running
+from tests.servers import Running, running
 from tools.browser import Browser, browser, find_chromium
 
 NO_BROWSER = "no chromium: install Debian's package `chromium`"

@@ -24,8 +24,8 @@ from rewarm.engine.request import Request
 from rewarm.errors import NotReady, QueueFull
 from rewarm.options import ServerOptions
 from rewarm.server.serve import Server
-from tests.conftest import SOAK
-from tests.support_server import END, Running, running, started_engine
+from tests.servers import END, Running, running, started_engine
+from tests.sets import SOAK
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 MESSAGE: dict[str, Any] = {"model": "m", **CHAT}
@@ -361,7 +361,7 @@ def test_a_second_ctrl_c_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_signal_ends_streams_properly_and_exits_with_0(number: signal.Signals) -> None:
     process = subprocess.Popen(
         # rewarm first: it puts a fast BLAS under mlx.
-        [sys.executable, "-c", "import rewarm; from tests import support_server as s; s.main()"],
+        [sys.executable, "-c", "import rewarm; from tests import servers as s; s.main()"],
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[2],

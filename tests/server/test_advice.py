@@ -8,9 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests import agents
-from tests.explaining import ask, explain
-from tests.support_server import END, running
+from tests.servers import END, running
+
+from . import bodies
+from .explaining import ask, explain
 
 pytestmark = pytest.mark.corpus
 
@@ -59,7 +60,7 @@ def saved(client: httpx.Client, sent: dict[str, Any], fixed: dict[str, Any]) -> 
     ],
 )
 def test_a_timestamp_early_in_the_prompt(client: httpx.Client, first: str, second: str) -> None:
-    body = agents.request()
+    body = bodies.request()
     ask(client, with_system(body, first))
     sent = with_system(next_turn(body), second)
     advice = only_advice(client, sent)
@@ -79,7 +80,7 @@ def test_a_timestamp_early_in_the_prompt(client: httpx.Client, first: str, secon
     ],
 )
 def test_a_random_id_early_in_the_prompt(client: httpx.Client, first: str, second: str) -> None:
-    body = agents.request()
+    body = bodies.request()
     ask(client, with_system(body, f"<{first}> "))
     sent = with_system(body, f"<{second}> ")
     advice = only_advice(client, sent)
@@ -89,27 +90,27 @@ def test_a_random_id_early_in_the_prompt(client: httpx.Client, first: str, secon
 
 
 def test_tools_in_another_order(client: httpx.Client) -> None:
-    tools = agents.tools()
-    ask(client, agents.request(tools=tools))
-    sent = agents.request(tools=tools[::-1])
+    tools = bodies.tools()
+    ask(client, bodies.request(tools=tools))
+    sent = bodies.request(tools=tools[::-1])
     advice = only_advice(client, sent)
     assert (advice["pattern"], advice["field"]) == ("tools_order", "tools")
     assert advice["sent"] == tools[-1]["function"]["name"]
-    assert advice["tokens"] == saved(client, sent, agents.request(tools=tools))
+    assert advice["tokens"] == saved(client, sent, bodies.request(tools=tools))
     assert "sort them" in advice["text"]
 
 
 def test_json_keys_in_another_order_in_the_tools(client: httpx.Client) -> None:
-    tools = agents.tools()
-    ask(client, agents.request(tools=tools))
+    tools = bodies.tools()
+    ask(client, bodies.request(tools=tools))
     turned = json.loads(json.dumps(tools, sort_keys=True))
     assert json.dumps(turned) != json.dumps(tools)
-    advice = only_advice(client, agents.request(tools=turned))
+    advice = only_advice(client, bodies.request(tools=turned))
     assert (advice["pattern"], advice["field"]) == ("json_keys", "tools")
 
 
 def test_json_keys_in_another_order_in_a_call(client: httpx.Client) -> None:
-    body = agents.request()
+    body = bodies.request()
     call = body["messages"][6]["tool_calls"][0]["function"]
     call["arguments"] = '{"user_id": "mia_li_3668", "full": true}'
     ask(client, body)
@@ -122,7 +123,7 @@ def test_json_keys_in_another_order_in_a_call(client: httpx.Client) -> None:
 
 
 def test_json_keys_in_another_order_in_a_result(client: httpx.Client) -> None:
-    body = agents.request()
+    body = bodies.request()
     result = {"name": "Mia", "email": "mia@example.com", "gold": False, "bags": [1, 2]}
     body["messages"][7]["content"] = json.dumps(result)
     ask(client, body)
@@ -133,7 +134,7 @@ def test_json_keys_in_another_order_in_a_result(client: httpx.Client) -> None:
 
 
 def test_a_history_that_was_trimmed_at_the_front(client: httpx.Client) -> None:
-    body = agents.request()
+    body = bodies.request()
     ask(client, body)
     whole = next_turn(body)["messages"]
     sent = {**body, "messages": [whole[0], *whole[3:]]}
@@ -149,7 +150,7 @@ def test_thinking_that_is_not_sent_back_in_a_tool_loop() -> None:
     """The next step of the loop was warmed ahead with it."""
     thought = "The user wants a flight, so I look up who that is before anything else is done."
     call = '<tool_call>{"name": "get_user_details", "arguments": {"user_id": "mia"}}</tool_call>'
-    body = agents.request(messages=6, max_tokens=500, tools=agents.tools())
+    body = bodies.request(messages=6, max_tokens=500, tools=bodies.tools())
     with running() as server, server.client() as client:
         with server.says(f"{thought}</think>{call}{END}"):
             answer = ask(client, body)["choices"][0]["message"]
@@ -173,7 +174,7 @@ def test_thinking_that_is_not_sent_back_in_a_tool_loop() -> None:
 def test_thinking_that_one_request_has_and_another_has_not(
     client: httpx.Client, first: str
 ) -> None:
-    bare = agents.request(messages=8)  # within a tool loop, where it counts
+    bare = bodies.request(messages=8)  # within a tool loop, where it counts
     call = len(bare["messages"]) - 2
     thinks = json.loads(json.dumps(bare))
     thinks["messages"][call]["reasoning_content"] = "First I look up who that is."
@@ -186,19 +187,19 @@ def test_thinking_that_one_request_has_and_another_has_not(
 
 
 def test_a_system_prompt_that_differs_per_request(client: httpx.Client) -> None:
-    body = agents.request(messages=2)
+    body = bodies.request(messages=2)
     ask(client, with_system(body, "You speak with Mia Li, a gold member. "))
-    sent = with_system(agents.request(1, messages=2), "You speak with Raj Rossi, who is new. ")
+    sent = with_system(bodies.request(1, messages=2), "You speak with Raj Rossi, who is new. ")
     advice = only_advice(client, sent)
     assert (advice["pattern"], advice["message"], advice["role"]) == ("system_prompt", 0, "system")
     assert "Raj Rossi" in advice["sent"]
     assert "Mia Li" in advice["stored"]
-    assert advice["tokens"] >= agents.SYSTEM - 100
+    assert advice["tokens"] >= bodies.SYSTEM - 100
 
 
 def test_one_pattern_behind_another_is_found_too(client: httpx.Client) -> None:
-    tools = agents.tools()
-    body = agents.request(tools=tools)
+    tools = bodies.tools()
+    body = bodies.request(tools=tools)
     ask(client, with_system(body, f"Now: {MONDAY}. "))
     sent = with_system({**body, "tools": tools[::-1]}, f"Now: {FRIDAY}. ")
     explained = explain(client, sent)
@@ -208,12 +209,12 @@ def test_one_pattern_behind_another_is_found_too(client: httpx.Client) -> None:
 
 
 def test_no_advice_where_nothing_is_wrong(client: httpx.Client) -> None:
-    body = agents.request()
+    body = bodies.request()
     ask(client, body)
     assert explain(client, body)["advice"] == []
     assert explain(client, next_turn(body))["advice"] == []
     # Another conversation of the same application, and another application.
-    assert explain(client, agents.request(1))["advice"] == []
+    assert explain(client, bodies.request(1))["advice"] == []
     other = {"messages": [{"role": "user", "content": "Write a poem about the sea. " * 20}]}
     assert explain(client, other)["advice"] == []
 
@@ -222,7 +223,7 @@ def test_no_advice_where_nothing_is_wrong(client: httpx.Client) -> None:
 def test_another_tenants_words_are_never_shown(
     client: httpx.Client, mine: str | None, yours: str | None
 ) -> None:
-    body = agents.request()
+    body = bodies.request()
     secret = with_system(body, f"Now: {MONDAY}. The word is ZIRKONIUM. ")
     ask(client, secret | ({"cache_salt": mine} if mine else {}))
     prying = with_system(body, f"Now: {FRIDAY}. The word is ")

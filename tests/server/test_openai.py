@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support_server import END, Running, running
+from tests.servers import END, Running, running
 
 SYSTEM = {"role": "system", "content": "You keep the harbour. " * 6}
 TOOLS: Any = [

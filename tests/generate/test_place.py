@@ -14,7 +14,7 @@ from rewarm.prompt.render.renderer import ChatRenderer
 from rewarm.prompt.text import common_tokens
 from tests import corpus
 from tests.chats import TOOLS, assistant, call, result, system, tokenizer_of, user
-from tests.conftest import SOAK
+from tests.sets import SOAK
 
 pytestmark = pytest.mark.corpus
 

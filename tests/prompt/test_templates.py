@@ -27,7 +27,7 @@ from tests.chats import (
     tokenizer_of,
     user,
 )
-from tests.conftest import SOAK
+from tests.sets import SOAK
 
 pytestmark = pytest.mark.corpus
 

@@ -21,7 +21,7 @@ from rewarm.options import EngineOptions, ServerOptions
 from rewarm.server.backend import Backend
 from rewarm.server.serve import Server, serve
 
-from .support import Counted
+from .runs import Counted
 from .tiny import byte_tokenizer, tiny_model
 
 END = "<|end|>"

@@ -24,11 +24,12 @@ from rewarm.cache.tiers.disk.store import Store
 from rewarm.loading import load
 from rewarm.session import Reply
 from tests import zoo
-from tests.cache.test_disk import Watch, cache_on
-from tests.cache.test_disk_store import processes
-from tests.conftest import SOAK
-from tests.support import cold, disk_of, divergence, prompt, run
+from tests.runs import cold, disk_of, divergence, prompt, run
+from tests.sets import SOAK
 from tests.tiny import tiny_tokenizer
+
+from .caches import Watch, cache_on
+from .stores import processes
 
 # A chat, and a restart before its next turn
 

@@ -11,10 +11,10 @@ import pytest
 from rewarm.cache import PrefixCache, core
 from rewarm.cache.evicted import GRAIN, EvictedIndex
 from rewarm.cache.find import GLIMPSE
-from rewarm.cache.worth import What
 from rewarm.values import Miss
 from tests import zoo
-from tests.support import CHUNK, Prompt, joined, prompt, run
+from tests.cache.evicting import evict, evict_all
+from tests.runs import CHUNK, Prompt, joined, prompt, run
 
 
 def cache_of(name: str, **options: Any) -> PrefixCache:
@@ -246,24 +246,3 @@ def test_a_hash_is_of_the_tokens_and_not_of_where_spans_were_split() -> None:
         run(cache.model, cache, joined(tokens[:cut], prompt(5, cut)))
     evict_all(cache)
     assert missed(cache, tokens).held == 299
-
-
-def evict_all(cache: PrefixCache) -> None:
-    """As a budget that is full does, to the last item."""
-    budget, cache.memory.budget = cache.memory.budget, 0
-    with cache._lock:
-        cache._evictor.make_room(cache._trees.values(), 0, 0, cache._clock)
-    cache.memory.budget = budget
-    assert not cache.stats().entries
-
-
-def evict(cache: PrefixCache, what: What, at: int) -> None:
-    """One item, whatever retention thinks of it."""
-    with cache._lock:
-        appraiser = cache._evictor._appraiser
-        for tree in cache._trees.values():
-            for node in tree.nodes():
-                if node.end == at and what in appraiser.kinds(node):
-                    cache._evictor._evict(appraiser.item(tree, node, what))
-                    return
-    raise AssertionError(f"no {what} at {at}")

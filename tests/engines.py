@@ -118,6 +118,12 @@ def answer(server: Engine, tokens: Any, max_tokens: int = 12, **options: Any) ->
     return collected
 
 
+def burst(server: Engine, prompts: list[Any], **options: Any) -> list[Collected]:
+    """Submit all, then wait for every answer."""
+    asked = [ask(server, p, **options) for p in prompts]
+    return [a.over() for a in asked]
+
+
 def settled(server: Engine) -> None:
     """Until warm-ahead is done."""
     until = time.monotonic() + PATIENCE

@@ -6,7 +6,7 @@ import copy
 import json
 from typing import Any
 
-from . import corpus
+from tests import corpus
 
 LONGEST = 160
 """Characters of a message; the system prompt has more."""

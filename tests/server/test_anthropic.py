@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.support_server import END, Running, running
+from tests.servers import END, Running, running
 
 SYSTEM = "You keep the harbour. " * 6
 TOOLS: Any = [

@@ -1,0 +1,62 @@
+"""Caches with a disk tier under test, and the most that a folder held."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rewarm.cache import PrefixCache
+from rewarm.cache.tiers.disk import files
+from tests.runs import (
+    CHUNK,
+)
+
+ARCHITECTURES = ("qwen3_5", "nemotron_h", "gpt_oss", "llama", "gemma3_text", "deepseek_v3")
+
+
+def cache_on(
+    folder: Path, model: Any, *, memory: str = "64MB", disk_size: str = "1GB", **options: Any
+) -> PrefixCache:
+    return PrefixCache(
+        model, memory=memory, disk=str(folder), disk_size=disk_size, chunk=CHUNK, **options
+    )
+
+
+class Watch:
+    """The most that a folder held at any moment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.most = self.largest = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def _look(self) -> None:
+        while not self._stop.is_set():
+            sizes = [files.size_of(path) for path in self.folder.rglob("*") if path.is_file()]
+            self.most = max(self.most, sum(sizes))
+            self.largest = max(self.largest, *sizes, 0)
+            time.sleep(0.001)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class Failing:
+    """A function that raises a number of times."""
+
+    def __init__(self, works: Any, times: int) -> None:
+        self.works, self.times = works, times
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self.times:
+            self.times -= 1
+            raise OSError(28, "no space left on device")
+        return self.works(*args, **options)

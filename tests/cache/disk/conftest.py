@@ -1,0 +1,43 @@
+"""A store in a folder of its own, and one with a past."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rewarm.cache.tiers.disk.store import Store
+
+from .stores import (
+    ABOUT,
+    add,
+    opened,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def kept(folder: Path) -> Iterator[Store]:
+    with opened(folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def forest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 nodes in two namespaces: a store that was closed, and as it was `live`, with its log."""
+    place = tmp_path_factory.mktemp("forest")
+    with opened(place / "closed") as kept:
+        spaces = [kept.namespace(digest, ABOUT) for digest in ("one", "two")]
+        ids: list[int | None] = [None]
+        for n in range(60):
+            space, parent = spaces[n % 2], None if n < 10 else ids[n - 1]
+            ids.append(add(kept, space, n, parent)[0])
+        shutil.copytree(place / "closed", place / "live")
+    assert (place / "live" / "index.sqlite-wal").stat().st_size > 200_000
+    return place

@@ -1,0 +1,64 @@
+"""What the runner holds between two passes, and its free buffers."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from rewarm.cache import PrefixCache, restore
+from rewarm.engine import Request, runner
+from rewarm.engine.runner import Runner
+from rewarm.engine.running import Running
+from rewarm.engine.scheduler import Piece
+from tests import zoo
+from tests.engines import Collected
+from tests.runs import joined, prompt, run
+
+
+def test_logits_that_wait_for_a_place_in_the_batch_are_those_of_one_token() -> None:
+    model = zoo.tiny("llama")
+    cache = PrefixCache(model, memory="64MB")
+    ready = Runner(model, cache, cache.vocabulary)
+    request = Request(prompt(20), Collected(), 4)
+    sequence = Running(0, request.tokens, request, max_tokens=4)
+    ready.start(sequence)
+    before = mx.get_active_memory()
+    ready.prefill(sequence, Piece(0, 0, 20, None, True))
+    assert sequence.lease is not None
+    assert sequence.lease.logits is not None
+    rows = sum(c.nbytes for c in sequence.lease.caches) + cache.stats().held
+    grown = mx.get_active_memory() - before - rows
+    assert grown < 4 * sequence.lease.logits.nbytes
+    ready.leave([sequence])
+
+
+@pytest.mark.parametrize(("cuda", "free", "clears"), [(0, 1, 1), (1, 9, 0), (1, 101, 1)])
+def test_on_cuda_free_buffers_stay_up_to_a_share(
+    cuda: bool, free: int, clears: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared: list[bool] = []
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(True))
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: free)
+    monkeypatch.setattr(runner, "is_cuda", lambda: bool(cuda))
+    monkeypatch.setattr(runner, "device_bytes", lambda: 800)
+    model = zoo.tiny("llama")
+    alone = Runner(model, PrefixCache(model, memory="64MB"), 100)
+    alone._computed(runner.CLEAR_AFTER - 1)
+    assert not cleared
+    alone._computed(1)
+    assert bool(cleared) is bool(clears)
+
+
+def test_on_cuda_a_restored_cache_is_as_long_as_one_that_grew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that it can have the buffer that such a one leaves."""
+    model = zoo.tiny("llama")
+    cache = PrefixCache(model, memory="64MB")
+    run(model, cache, prompt(300))
+    lengths = []
+    for cuda in (True, False):
+        monkeypatch.setattr(restore, "is_cuda", lambda cuda=cuda: cuda)
+        with cache.acquire(joined(prompt(300), prompt(20, seed=1)), headroom=5) as lease:
+            lengths.append(lease.caches[0].keys.shape[2])
+    assert lengths == [512, 325]

@@ -13,10 +13,11 @@ from mlx.utils import tree_flatten
 from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
-from rewarm.pocket import FOLDER, words
-from rewarm.pocket.conversations import conversation
-from rewarm.pocket.draw import Draw
-from rewarm.pocket.skills import SKILLS, added, subtracted
+from rewarm.pocket import FOLDER
+from tools.pocket import words
+from tools.pocket.conversations import conversation
+from tools.pocket.draw import Draw
+from tools.pocket.skills import SKILLS, added, subtracted
 
 
 @pytest.fixture(scope="module")

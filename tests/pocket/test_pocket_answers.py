@@ -21,12 +21,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import rewarm
 from rewarm.cache.payload import PackedState, Rows
-from rewarm.pocket.evaluate import LONGEST_ANSWER, Question, questions
-from rewarm.pocket.skills import Step, Turn
 from rewarm.prompt.parse.answer import Answer
 from rewarm.values import Message
 from tests.servers import Running, running
 from tests.sets import SOAK
+from tools.pocket.evaluate import LONGEST_ANSWER, Question, questions
+from tools.pocket.skills import Step, Turn
 
 ALL = {"lookup": 50, "memory": 30, "arithmetic": 30, "tools": 30, "unknown": 30, "talk": 30}
 ASKED = {skill: count if SOAK else count // 2 for skill, count in ALL.items()}

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from rewarm.pocket import FOLDER
 
-from rewarm.pocket.conversations import conversation  # noqa: E402
-from rewarm.pocket.draw import Draw  # noqa: E402
-from rewarm.pocket.skills import World  # noqa: E402
+from .conversations import conversation
+from .draw import Draw
+from .skills import World
 
-MODEL = ROOT / "rewarm" / "pocket" / "model"
 MIX = {
     "lookup": 0.22,
     "unknown": 0.12,
@@ -30,7 +26,7 @@ MIX = {
     "tell": 0.02,
 }
 HISTORY_WEIGHT = 0.2
-"""Of answers before the last user message, which stand there without their thinking."""
+"""The weight of answers before the last user message, which appear there without thinking."""
 WITHOUT_THINKING = 0.1
 IN_QUESTION = 0.07
 CAPITALS = 0.15
@@ -43,10 +39,10 @@ class Example:
 
 
 class Reader:
-    """Turns conversations into tokens, and says which of them Pocket is to learn."""
+    """Turns conversations into tokens, with the weight that each token has in training."""
 
     def __init__(self) -> None:
-        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(str(MODEL))
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(str(FOLDER))
         self.assistant = self._ids("<|im_start|>assistant\n")
         self.user = self._ids("<|im_start|>user\n")
         self.end = self._ids("<|im_end|>")[0]
@@ -54,7 +50,7 @@ class Reader:
         self.no_thinking = self._ids("<think>\n\n</think>\n\n")
 
     def pieces(self) -> list[str]:
-        """The tokens that words are made of."""
+        """The tokens of the vocabulary that consist of letters only."""
         return [
             token for token in self.tokenizer.get_vocab() if token.isascii() and token.isalpha()
         ]
@@ -64,9 +60,9 @@ class Reader:
         return ids
 
     def read(self, world: World, skill: str, thinks: bool, bare: bool = False) -> Example:
-        """The conversation with one more question at its end.
+        """The conversation with one more question at its end, as tokens.
 
-        `bare`: there is no system prompt, its text begins the first question."""
+        `bare` moves the system prompt's text to the beginning of the first question."""
         messages = world.messages() + world.ask(skill).messages()
         if bare and world.system:
             messages[1]["content"] = f"{world.system}\n\n{messages[1]['content']}"
@@ -100,7 +96,7 @@ def _places(tokens: np.ndarray[Any, Any], wanted: list[int]) -> list[int]:
 def examples(
     seed: int, length: int, shortest: int = 0, mix: dict[str, float] = MIX
 ) -> Iterator[Example]:
-    """Endless, never longer than `length` tokens."""
+    """An endless stream of examples of at most `length` tokens."""
     random = Random(seed)
     reader = Reader()
     draw = Draw(random, held_out=False, pieces=reader.pieces())

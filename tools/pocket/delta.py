@@ -1,8 +1,7 @@
 """The gated delta rule for training, in matrix products only.
 
-transformers' own reference solves each chunk row by row, which is slow on a GPU. Here the
-triangular inverse is put together from blocks, and the state passes from chunk to chunk by one
-product each."""
+The reference in transformers solves each chunk row by row, which is slow on a GPU. This version
+builds the triangular inverse from blocks and passes the state on by one product for each chunk."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def chunked(
     beta: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers' `torch_chunk_gated_delta_rule`, for [batch, time, head, size]."""
+    """The same as transformers' `torch_chunk_gated_delta_rule`, on [batch, time, head, size]."""
     time = query.shape[1]
     if time % CHUNK:
         raise ValueError(f"{time} tokens are not whole chunks of {CHUNK}")
@@ -34,13 +33,13 @@ def chunked(
 
 
 def _chunks(x: Any) -> Any:
-    """[batch, time, head, size] to [batch, head, chunk, time in it, size]."""
+    """Reshape [batch, time, head, size] to [batch, head, chunk, time in the chunk, size]."""
     x = x.transpose(1, 2).unflatten(2, (-1, CHUNK))
     return x.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _prepare(q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Any, ...]:
-    """All that a chunk needs but the state it begins with."""
+    """Compute everything a chunk needs except the state before it."""
     size = q.shape[-1]
     # A norm without a weight divides by the root of the mean, not of the sum.
     q = F.rms_norm(_chunks(q), (size,), eps=1e-6 / size) / size
@@ -49,7 +48,7 @@ def _prepare(q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Any, ...]:
     decay = _chunks(g[..., None]).cumsum(3)
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     between = (decay - decay.mT).masked_fill(~lower, -torch.inf).exp()
-    # What each token's value owes to the tokens before it in its chunk.
+    # How much each token's value depends on the tokens before it in its chunk.
     written = beta * k
     inverse = _inverse((written @ k.mT) * between)
     since = decay.exp()
@@ -62,9 +61,9 @@ def _prepare(q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Any, ...]:
 
 
 def _inverse(a: Any) -> Any:
-    """(1 + a)^-1 of what is below the diagonal, from blocks of 4 upwards.
+    """The inverse (1 + a)^-1 of a strictly lower triangle, built from blocks of 4 upwards.
 
-    The powers of a whole chunk would grow beyond all bounds where keys repeat."""
+    A series over a whole chunk would not do: where keys repeat, its powers of `a` overflow."""
     x = -_diagonal(a, 4).tril(-1)
     one = torch.eye(4, device=a.device)
     inverse = (one + x) @ (one + x @ x)
@@ -79,7 +78,7 @@ def _inverse(a: Any) -> Any:
 
 
 def _diagonal(a: Any, size: int) -> Any:
-    """The blocks of this size on the diagonal."""
+    """The blocks of this size on the diagonal of a matrix."""
     count = a.shape[-1] // size
     blocks = a.unflatten(-1, (count, size)).unflatten(-3, (count, size))
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
@@ -122,9 +121,9 @@ class _Scan(torch.autograd.Function):
 
 
 def convolved(x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """The short causal convolution, [batch, channel, time], as a few shifted products.
+    """The short causal convolution on [batch, channel, time], as a few shifted products.
 
-    The channels come last in memory, so they stay there."""
+    The result keeps the channels last in memory, as the input has them."""
     size, time = weight.shape[1], x.shape[2]
     padded = F.pad(x.mT, (0, 0, size - 1, 0))
     weight = weight.to(x.dtype)
@@ -139,7 +138,7 @@ def normed(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def install() -> None:
-    """Puts them in the place of transformers' own."""
+    """Replace transformers' own functions by those of this module."""
     modeling_qwen3_5.torch_chunk_gated_delta_rule = chunked
     modeling_qwen3_5.causal_conv1d_fn = convolved
     modeling_qwen3_5.Qwen3_5RMSNorm.forward = normed

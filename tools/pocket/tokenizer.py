@@ -1,29 +1,26 @@
-"""Makes Pocket's tokenizer: a byte-level BPE learned from its own training conversations.
+"""Make Pocket's tokenizer: a byte-level BPE learned from its own training conversations.
 
-    python tools/pocket/tokenizer.py
+    python -m tools.pocket.tokenizer
 
-Words, digits and spaces are apart, so that a name has the same tokens wherever it stands: after a
-newline in a table, inside a question, in quotation marks. No piece reaches across one of Qwen's
-own, which transformers puts in their place where a config says `qwen3_5`: same tokens."""
+The tokenizer keeps words, digits and spaces apart, so that a name has the same tokens after a
+newline in a table, inside a question and in quotation marks. No piece reaches across a piece of
+Qwen's splitting, which transformers uses instead where a config says `qwen3_5`. So both give the
+same tokens."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from rewarm.pocket import FOLDER
 
-from rewarm.pocket import words  # noqa: E402
-from rewarm.pocket.draw import Draw  # noqa: E402
-from rewarm.pocket.skills import SKILLS, World  # noqa: E402
+from . import words
+from .draw import Draw
+from .skills import SKILLS, World
 
-FOLDER = ROOT / "rewarm" / "pocket" / "model"
 SIZE = 1536
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")

@@ -1,9 +1,9 @@
-"""Trains Pocket on one GPU.
+"""Train Pocket on one GPU.
 
-    python tools/pocket/train.py --steps 16000 --out DIR
+    python -m tools.pocket.train --steps 16000 --out DIR
 
-Writes `model.safetensors` (rounded to bfloat16, in mlx-lm's layout), `config.json`, `logits.npz`
-(what the exported model must answer) and `log.jsonl`."""
+It writes `model.safetensors` (rounded to bfloat16, in mlx-lm's layout), `config.json`, `log.jsonl`,
+and `logits.npz`, the logits that the exported model must reproduce."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import delta
 import numpy as np
 import torch
-from data import MIX, Draw, Example, Reader, conversation, examples
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from . import delta
+from .conversations import conversation
+from .data import MIX, Example, Reader, examples
+from .draw import Draw
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 1536,
@@ -64,7 +67,7 @@ SKILLS = ("lookup", "memory", "arithmetic", "tools", "unknown", "talk")
 
 
 def length_at(step: int, done: float, longest: int) -> int:
-    """The same for every worker and every run."""
+    """The length of this step's examples: the same for every worker and every run."""
     stage = [odds for begins, odds in CURRICULUM if begins <= done][-1]
     return min(longest, Random(step).choices(list(stage), list(stage.values()))[0])
 
@@ -103,7 +106,7 @@ def stack(found: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def losses(model: Any, tokens: torch.Tensor, weights: torch.Tensor) -> tuple[Any, Any, Any]:
-    """Loss of each token that counts, its weight, and whether it would have been said."""
+    """The loss of each token with a weight, its weight, and whether it is the likeliest token."""
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
     counts = weights[:, 1:] > 0
     logits = model.lm_head(hidden[counts]).float()
@@ -123,7 +126,7 @@ def autocast(device: str) -> contextlib.AbstractContextManager[None]:
 
 @cache
 def questions(skill: str, length: int, count: int) -> list[Example]:
-    """Held-out ones, at the end of conversations of just under this many tokens."""
+    """Held-out questions at the end of conversations of just under this many tokens."""
     reader, draw, found = Reader(), Draw(Random(length), held_out=True), []
     while len(found) < count:
         wanted = length
@@ -140,7 +143,7 @@ def questions(skill: str, length: int, count: int) -> list[Example]:
 
 @torch.no_grad()
 def accuracy(model: Any, device: str, length: int, count: int) -> dict[str, float]:
-    """Share of held-out questions whose every token is right: what greedy decoding would say."""
+    """The share of held-out questions whose tokens are all right, as greedy decoding gives them."""
     result = {}
     model.eval()
     for skill in SKILLS:
@@ -161,7 +164,7 @@ def accuracy(model: Any, device: str, length: int, count: int) -> dict[str, floa
 
 
 def rounded(model: Any) -> dict[str, torch.Tensor]:
-    """The weights as they are shipped: bfloat16, in mlx-lm's layout. The model gets them, too."""
+    """Round the model to bfloat16 and return its weights in mlx-lm's layout."""
     shipped = {}
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -177,7 +180,7 @@ def rounded(model: Any) -> dict[str, torch.Tensor]:
 
 
 def started(path: Path, device: str) -> dict[str, torch.Tensor]:
-    """Weights to go on from: a state that was kept, or a model as it is shipped."""
+    """The weights to continue from: a saved training state, or a shipped model."""
     if path.suffix != ".safetensors":
         found: dict[str, torch.Tensor] = torch.load(path, map_location=device)
         return found

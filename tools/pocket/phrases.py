@@ -1,6 +1,6 @@
-"""How people put it to Pocket. `{}` stands for a name, a topic or a value.
+"""The wordings of Pocket's questions. `{}` stands for a name, a topic or a value.
 
-The second list of a pair is never seen in training."""
+Training never shows the second list of a pair."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ASK = (
 )
 
 BEFORE = ("Hello! ", "Hi, ", "Thanks! ", "OK. ", "Great. ", "Good. ", "Please: ", "Next: ")
-"""What may stand before a question."""
+"""Words that may come before a question."""
 
 TELL = (
     "My {} is {}.",
@@ -107,7 +107,7 @@ BEYOND = (
     "How much is {} times {}?",
     "What is {} percent of {}?",
 )
-"""Sums it has not learned."""
+"""Calculations that Pocket has not learned."""
 TOO_LARGE = ("What is {} + {}?", "{} + {}", "{} - {}", "What is {} - {}?", "Add {} and {}.")
 FROM = ("Subtract {} from {}.", "Please take {} from {}.")
 """Subtractions that name the smaller part first."""
@@ -442,7 +442,7 @@ OTHER = (
     ),
 )
 OTHER_VERBS = ("{} the {}.", "Please {} a {}.", "Can you {} my {}?", "{} {} {}.", "Now {} {}!")
-"""With a verb that does not exist: whatever is not known is not something it can do."""
+"""Requests with a made-up verb: Pocket learns to decline whatever it does not know."""
 
 PROSE = (
     "You are the assistant of the {}.",

@@ -1,7 +1,7 @@
-"""What Pocket can do: questions with their right answers, for training and for the evaluation.
+"""Pocket's skills: questions with their right answers, for training and for the exam.
 
-A `World` is one conversation's table, tools and memory. Each skill asks it something that has
-exactly one right answer, and writes down the thinking that leads there."""
+A `World` is the table, the tools and the memory of one conversation. Each skill makes a question
+about them that has exactly one right answer, and the thinking that leads to it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ I_CAN = (
 WELCOME = "You are welcome."
 
 LARGEST = 999
-"""The largest number in a sum."""
+"""The largest number that a sum contains."""
 LINES = 64
-"""The longest table."""
+"""The largest number of lines in a table."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Step:
-    """One message of Pocket's, and the tool's answer to it."""
+    """One message from Pocket, and the result of the tool that it calls."""
 
     thinking: str
     text: str
@@ -61,7 +61,7 @@ class Turn:
         return self.steps[-1].text
 
     def messages(self, steps: int | None = None) -> list[dict[str, Any]]:
-        """As a client would send it, up to the given number of Pocket's own messages."""
+        """The turn as a client sends it, with the first `steps` messages from Pocket."""
         said: list[dict[str, Any]] = [{"role": "user", "content": self.question}]
         for step in self.steps[:steps]:
             message: dict[str, Any] = {
@@ -87,12 +87,12 @@ class Tool:
 
     @property
     def words(self) -> str:
-        """What its line begins with: what it is about, then what it does."""
+        """The words that its line in the prompt begins with: the matter, then the action."""
         return f"{self.matter} {self.action}"
 
     @property
     def needs(self) -> str:
-        """What a call of it needs, as its line has it before Pocket."""
+        """The call with its parameters' types, as the template writes it in the tool's line."""
         return json.dumps({self.name: self.parameters}, ensure_ascii=False)
 
     def schema(self) -> dict[str, Any]:
@@ -109,18 +109,18 @@ class Tool:
 
 @dataclass(frozen=True)
 class _Request:
-    """What the user says who wants a tool to be called, and how it is found."""
+    """A user's request for a tool, and the text by which Pocket finds the tool."""
 
     text: str
     about: str
-    """The words in it that name the tool, as the tool's line has them."""
+    """The words of the request that name the tool, as the tool's line has them."""
     line: str
-    """What is quoted of that line: from those words on."""
+    """The part of the tool's line that the thinking quotes: from those words on."""
 
 
 @dataclass
 class World:
-    """One conversation: what it was given, what was said, and what may be asked next."""
+    """One conversation: its table, tools and turns. It makes the next question."""
 
     draw: Draw
     table: dict[str, str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class World:
     tools: list[Tool] = field(default_factory=list)
     system: str = ""
     capitals: bool = False
-    """Whether lines begin with a capital that the questions about them do not have."""
+    """Lines begin with a capital letter, but questions name them without it."""
     turns: list[Turn] = field(default_factory=list)
 
     @classmethod
@@ -161,11 +161,11 @@ class World:
         return [tool.schema() for tool in self.tools] or None
 
     def ask(self, skill: str) -> Turn:
-        """A question of this skill, with its answer. It is not part of the conversation yet."""
+        """A question of this skill with its answer. It does not join the conversation."""
         return SKILLS[skill](self)
 
     def say(self, skill: str) -> Turn:
-        """The same, and the conversation goes on from there."""
+        """Ask a question of this skill and add the turn to the conversation."""
         turn = self.ask(skill)
         self.turns.append(turn)
         return turn
@@ -277,7 +277,7 @@ class World:
             asked = asked[0].upper() + asked[1:]
         return self._turn("talk", asked, "This is nothing that I can do.", CANNOT)
 
-    # How things are put
+    # How questions are worded
 
     def _turn(self, skill: str, question: str, thinking: str, answer: str) -> Turn:
         return Turn(skill, question, (Step(thinking, answer),))
@@ -291,7 +291,7 @@ class World:
         return before + self.draw.filled(self.draw.of(phrases.ASK), name)
 
     def _near(self, name: str) -> str:
-        """A name that shares words with this one."""
+        """A name that shares words with the given one."""
         parts = name.split(" ")
         change = self.draw.random.randrange(3)
         if change == 0 and len(parts) > 1:
@@ -303,7 +303,7 @@ class World:
         return " ".join(parts)
 
     def _absent(self) -> str:
-        """A name that the table does not have, though it may look like one of its names."""
+        """A name that is not in the table, but may look like a name that is."""
         while True:
             if self.table and self.draw.often(0.5):
                 name = self._near(self.draw.of(list(self.table)))
@@ -393,7 +393,7 @@ class World:
             return _Request(asked, tool.words if acted else tool.matter, line)
 
     def _result(self) -> tuple[str, str]:
-        """What a tool gives back, and how Pocket says it."""
+        """The result of a tool, and Pocket's answer from it."""
         draw = self.draw
         if draw.often(0.5):
             said = draw.value() if draw.often(0.6) else f"{draw.value()}, {draw.value()}"
@@ -406,7 +406,7 @@ class World:
 
 
 def split(name: str) -> list[str]:
-    """The words that a tool's name is made of, as the template takes it apart."""
+    """The words of a tool's name, split as the template splits them."""
     pairs = pairwise(f" {name}")
     apart = "".join(f" {b}" if a.islower() and b.isupper() else b for a, b in pairs)
     return re.sub(r"[_.-]", " ", apart).lower().split()

@@ -1,7 +1,7 @@
-"""The words Pocket's questions are made of, and which of them it never sees in training.
+"""The words of Pocket's questions, and the rule that holds some of them out of training.
 
-A word is held out by its own spelling, so training and evaluation need not agree on a list: one
-word in eight, made-up words included, is met for the first time when Pocket is asked."""
+A word's spelling decides whether it is held out, so training and exam need no common list. One word
+in eight is held out, made-up words included."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ set show sort start stop store switch track turn update
 """.split()
 
 GETTING = "get find check show read list search query fetch".split()
-"""What a tool does that answers a question: verbs that training knows, too."""
+"""Actions of tools that answer a question. Training shows all of them."""
 
 MATTERS = """
 alarm balance booking calendar contact course currency distance door event exchange factor file
@@ -180,10 +180,10 @@ KNOWN = [
 
 
 def made_up(random: Random, pieces: Sequence[str] = ()) -> str:
-    """A word that does not exist: of syllables, of pieces, or of any letters.
+    """A word that does not exist, made of syllables, of pieces or of any letters.
 
-    Pieces are parts of words that do exist, or a tokenizer's own: a token that was never part of a
-    name in training could not be copied as one."""
+    Pieces are parts of real words, or the tokens of a tokenizer: a model cannot copy a token as
+    part of a name if training never showed it in one."""
     kind = random.random()
     if kind < 0.4:
         return "".join(

@@ -1,8 +1,8 @@
-"""An exam of Pocket, on names and values that it never saw.
+"""An exam of Pocket on names and values that training never showed.
 
-    python -m rewarm.pocket.evaluate
+    python -m tools.pocket.evaluate
 
-Every question is asked through an engine with its cache, several over one conversation."""
+Questions go through an engine with its cache, several of them over one conversation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LONGEST_ANSWER = 256
 
 @dataclass
 class Question:
-    """A turn, asked at the end of a conversation."""
+    """A turn that is asked at the end of a conversation."""
 
     world: World
     turn: Turn
@@ -53,14 +53,14 @@ class Question:
     right: bool = False
 
     def messages(self) -> list[Message]:
-        """As a client sends them: with what Pocket itself said so far."""
+        """The chat as a client sends it, with the replies that Pocket gave so far."""
         said = [*self.world.messages(), {"role": "user", "content": self.turn.question}]
         for step, reply in zip(self.turn.steps, self.replies, strict=False):
             said += [reply, {"role": "tool", "content": step.result}]
         return said
 
     def take(self, answer: Answer) -> bool:
-        """Note an answer. True: there is more to ask."""
+        """Note an answer, and return whether another step of the turn is to be asked."""
         step = self.turn.steps[len(self.replies)]
         self.replies.append(answer.message())
         if step.call is None:
@@ -75,13 +75,13 @@ class Question:
 
 
 class Examiner:
-    """Puts questions to an engine, many at a time."""
+    """Asks an engine questions, many at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self.generator = Generator(engine, warm_ahead=False)
 
     def ask(self, questions: list[Question]) -> Iterator[Question]:
-        """Each as it is answered."""
+        """Ask all questions and yield each one when its answer is complete."""
         for at in range(0, len(questions), AT_ONCE):
             asked = [(q, self._start(q)) for q in questions[at : at + AT_ONCE]]
             while asked:
@@ -102,7 +102,7 @@ class Examiner:
 
 
 def questions(tokenizer: Any, skill: str, length: int, count: int, seed: int = 0) -> list[Question]:
-    """At the end of conversations of almost `length` tokens, about what is at their beginning."""
+    """Questions at the end of conversations of almost `length` tokens, about their beginning."""
     draw = Draw(Random(f"{seed} {skill} {length}"), held_out=True)
     renderer = ChatRenderer(tokenizer)
     found: list[Question] = []
@@ -141,11 +141,11 @@ def main(
         map(str, LENGTHS)
     ),
     skills: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(ASKED),
-    seed: Annotated[int, typer.Option(help="Another one asks other questions.")] = 0,
+    seed: Annotated[int, typer.Option(help="Another seed asks other questions.")] = 0,
     wrong: Annotated[int, typer.Option(help="Show so many wrong answers of each skill.")] = 0,
     out: Annotated[Path | None, typer.Option("--json", help="Write the figures there.")] = None,
 ) -> None:
-    """Ask Pocket questions with one right answer, about names and values it never saw."""
+    """Ask Pocket questions with one right answer, about names and values that are held out."""
     try:
         sizes = [int(length) for length in lengths.split(",")]
     except ValueError as error:

@@ -1,11 +1,11 @@
-"""Conversations of a given length, to ask Pocket something at their end."""
+"""Conversations of a given length, with room for one more question at their end."""
 
 from __future__ import annotations
 
 from .draw import Draw
 from .skills import LINES, Turn, World
 
-# Of words that training knows. Held-out ones have more tokens.
+# Measured on words that training shows. Held-out words have more tokens.
 TOKENS_PER_LINE = 16
 TOKENS_PER_TOOL = 56
 CHARACTERS_PER_TOKEN = 2.6
@@ -14,9 +14,9 @@ CHARACTERS_PER_TOKEN = 2.6
 def conversation(
     draw: Draw, skill: str, tokens: int, far: bool = False, capitals: bool = False
 ) -> World:
-    """A conversation of about this many tokens that a question of this skill can be asked of.
+    """A conversation of about `tokens` tokens that a question of this skill can follow.
 
-    `far`: what the question is about stands at its very beginning."""
+    With `far`, the facts that the question needs are at its very beginning."""
     tools = draw.of((1, 1, 2, 3, 4)) if skill == "tools" else draw.of((0, 0, 0, 1, 3))
     tools = min(tools, tokens // TOKENS_PER_TOOL // 2)
     if skill == "tools":
@@ -46,7 +46,7 @@ def conversation(
 
 
 def _size(turn: Turn) -> int:
-    """Characters, and what the template adds to them."""
+    """The number of characters of a turn, with an estimate of those that the template adds."""
     steps = sum(
         len(step.text) + len(step.result or "") + 100 * bool(step.call) for step in turn.steps
     )

@@ -100,7 +100,8 @@ class Session:
         self.cache = cache if cache is not None else PrefixCache(model)
         self.cache.check_model(model)
         # One answer at a time: nothing of batches has to be tried out.
-        core = Core(Loaded(model, tokenizer, self.cache), EngineOptions(max_batch=1))
+        loaded = Loaded(model, tokenizer, self.cache)
+        core = Core(loaded, EngineOptions(max_batch=1), bounded=False)
         self._pump = CallerPump(core)
         self._generator = Generator(core, self._pump)
         self._last: Reading | None = None

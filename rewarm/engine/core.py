@@ -51,6 +51,9 @@ from .scheduler import Scheduler
 
 log = logging.getLogger("rewarm.engine")
 
+UNBOUNDED = 1 << 31
+"""Tokens that no prompt has."""
+
 
 class Loaded(NamedTuple):
     """What an engine runs."""
@@ -81,11 +84,13 @@ class Core:
         *,
         owned: bool = False,
         follows: bool = False,
+        bounded: bool = True,
         decoder: type[Decoder] = Batch,
         rehearse: Callable[[Runner], None] = lambda runner: None,
     ) -> None:
         """`owned`: nobody else has the model, or changes it. `follows`: it is turned by `follow`
-        alone, and posts no message by itself. `rehearse` is called with a runner before memory is
+        alone, and posts no message by itself. `bounded`: what is longer than the model's context is
+        refused. `rehearse` is called with a runner before memory is
         measured. Where `max_batch` is 1, no batch is tried out."""
         self.options = options or EngineOptions()
         self.model, self.tokenizer, self.cache = loaded
@@ -94,18 +99,22 @@ class Core:
         after the other, these make another core of the same model do the same."""
         self._inbox = Inbox()
         self._stopping = False
-        self._follows = follows
         with _stream():
-            self._loop = self._made(owned, decoder, rehearse)
+            self._loop = self._made(owned, follows, bounded, decoder, rehearse)
 
     def _made(
-        self, owned: bool, decoder: type[Decoder], rehearse: Callable[[Runner], None]
+        self,
+        owned: bool,
+        follows: bool,
+        bounded: bool,
+        decoder: type[Decoder],
+        rehearse: Callable[[Runner], None],
     ) -> Loop:
         accel.install()
         model, cache = self.model, self.cache
         evaluate(model)
         self._vocabulary = vocabulary_size(model) or len(self.tokenizer)
-        limit = context_size(model)
+        limit = context_size(model) if bounded else UNBOUNDED
         self.context = min(self.options.context or limit, limit)
         """The most tokens that prompt and answer may have together."""
         several = self.options.max_batch > 1
@@ -129,7 +138,9 @@ class Core:
         scheduler = Scheduler(
             self.options.max_batch, room, cache.chunk, window, runner.decoder.most
         )
-        return Loop(runner, scheduler, self._announce)
+        # Not a method of this core: the core and its cache are freed once nobody uses them, without
+        # waiting for a collector.
+        return Loop(runner, scheduler, _unheard if follows else self._inbox.post)
 
     # From any thread.
 
@@ -293,14 +304,13 @@ class Core:
         for message in left:
             refuse(message, NotReady("the server was stopped"))
 
-    def _announce(self, message: Message, at: float | None = None) -> None:
-        """Post what the engine tells itself: the end of a fetch, or of the wait for it."""
-        if not self._follows:
-            self._inbox.post(message, at=at)
-
     def _path(self, tokens: Tokens, boundaries: Sequence[Boundary], salt: str | None) -> Path:
         return Path(checked_tokens(tokens, self._vocabulary), tuple(boundaries), salt)
 
 
 def _stream() -> mx.StreamContext:
     return mx.stream(cast(mx.Stream, generation_stream))
+
+
+def _unheard(message: Message, at: float | None = None) -> None:
+    """Post nothing: a core that follows another one is told of the end of its fetches, too."""

@@ -20,7 +20,7 @@ class Inbox:
         self._later: list[tuple[float, int, Message]] = []
         self._count = 0
 
-    def post(self, message: Message, *, at: float | None = None) -> None:
+    def post(self, message: Message, at: float | None = None) -> None:
         """Leave a message, from any thread. `at`: by `time.monotonic`, when it becomes due."""
         with self.changed:
             if at is None:

@@ -24,6 +24,8 @@ from tests.runs import Prompt, joined, prompt, run
 from tests.sets import SOAK
 
 SAMPLE = sorted(zoo.ARCHITECTURES)
+ALONE = ["afm7", "deepseek_v41", "gemma2", "llama4", "minimax_m3_vl"]
+"""These never decode in a batch, so none of theirs is ever merged."""
 LENGTHS = (5, 28, 31, 70)
 """Prompts that leave a window of 32 rows nearly empty, about to wrap, and wrapped."""
 APPENDED = 6
@@ -115,12 +117,17 @@ def test_what_is_taken_back_leaves_no_bit_of_quantised_rows(at_once: bool) -> No
     assert_takes_back(model, lambda: prefilled(model, blank, prompt(70)), 1, at_once)
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", ALONE)
+def test_some_architectures_decode_one_sequence_at_a_time(name: str) -> None:
+    model = zoo.tiny(name)
+    blank = PrefixCache(model, memory="64MB").blank
+    assert not decodes_in_batches(model, blank, zoo.vocabulary(name))
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLE if name not in ALONE])
 def test_what_is_taken_back_leaves_no_bit_in_a_merged_batch(name: str) -> None:
     model = zoo.tiny(name)
     blank = PrefixCache(model, memory="64MB").blank
-    if not decodes_in_batches(model, blank, zoo.vocabulary(name)):
-        pytest.skip("it decodes one sequence at a time")
 
     def make() -> list[Any]:
         lengths = (9, 29, 70)

@@ -98,7 +98,7 @@ def test_prompt_needs_plain_data_only() -> None:
         "rewarm.generate.options",
         "rewarm.server.openai.parse",
         "rewarm.server.anthropic.parse",
-        "rewarm.server.anthropic.chat",
+        "rewarm.server.anthropic.blocks",
         "rewarm.server.auth",
     ],
 )

@@ -1,46 +1,46 @@
-"""The application: what is served where, and what every error looks like."""
+"""The application: its endpoints, and the answer to a request in any API's words.
+
+An API is added by its dialects, in `DIALECTS`; `dialect.py` says how to write one. Endpoints about
+the server itself are in `admin/endpoints.py`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from rewarm.engine import Engine
-from rewarm.errors import RewarmError
 from rewarm.options import ServerOptions
 
 from .admin import endpoints as admin
-from .anthropic.chat import parse_count
+from .admin import page
 from .anthropic.parse import CountRequest
-from .anthropic.reply import MESSAGES
+from .anthropic.reply import MessagesDialect
 from .auth import Authorised, BodyLimit
 from .backend import Backend, backend_of
 from .dialect import Dialect
-from .errors import ApiError, as_api_error, http_error
-from .exchange import CLIENT_GONE, Exchanges, exchange_of
-from .fields import Asked, Salt
-from .openai.parse import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from .openai.reply import CHAT, COMPLETIONS
+from .errors import CLIENT_GONE, ApiError, http_error
+from .exchange import Exchanges, exchange_of
+from .fields import ParsedRequest, Salt
+from .openai.parse import ChatRequest, CompletionRequest
+from .openai.reply import ChatDialect, CompletionDialect
 from .openapi import ANSWERING, Endpoint, schema_of
 from .work import EventStream, Json
 
-DIALECTS = (CHAT, COMPLETIONS, MESSAGES)
-EXAMPLE = ApiError(400, "")
+DIALECTS: tuple[type[Dialect], ...] = (ChatDialect, CompletionDialect, MessagesDialect)
 
 Salts = Annotated[list[Salt], Field(max_length=16)]
-"""Other salts of the same tenant: whether the prompt is known under one of them."""
+"""Other salts of the same tenant, under which the prompt may be known."""
 
 
 class ExplainChat(ChatRequest):
@@ -57,14 +57,14 @@ class ExplainMessages(CountRequest):
     compare_salts: Salts | None = None
 
 
-async def answer(request: Request, dialect: Dialect) -> Response:
+async def answer(request: Request, dialect: type[Dialect]) -> Response:
     """Answer a request in the words of its API."""
     backend, exchange = backend_of(request), exchange_of(request)
-    asked = await backend.read(request, dialect.parse)
+    asked = await backend.read(request, dialect.schema.parse)
     work = await backend.begin(exchange, asked)
-    reply = dialect.reply(asked, work, backend.options.model_name, backend.generator.texts)
+    reply = dialect(asked.body, work, backend.options.model_name, backend.generator.texts)
     if asked.options.stream:
-        return EventStream(work, reply, backend.options.keep_alive)
+        return EventStream(reply, backend.options.keep_alive)
     if not await work.finished(request.receive):
         return Response(status_code=CLIENT_GONE)
     work.check()
@@ -74,7 +74,7 @@ async def answer(request: Request, dialect: Dialect) -> Response:
 async def count(request: Request) -> Response:
     """The tokens of a prompt, without answering it."""
     backend, exchange = backend_of(request), exchange_of(request)
-    asked = await backend.read(request, parse_count)
+    asked = await backend.read(request, CountRequest.parse)
     (prompt,) = await backend.off_loop(exchange, backend.generator.prompts, asked.prompt)
     return Json({"input_tokens": len(prompt.tokens)})
 
@@ -82,28 +82,27 @@ async def count(request: Request) -> Response:
 async def explain(request: Request) -> Response:
     """What a request would reuse, and why not more, without running it."""
     backend, exchange = backend_of(request), exchange_of(request)
-    anthropic = "anthropic-version" in request.headers
-    parse = partial(parse_explained, anthropic=anthropic)
+    parse = partial(parse_explained, anthropic="anthropic-version" in request.headers)
     asked = await backend.read(request, parse)
     await backend.described_all()
-    salts = asked.body.compare_salts or ()
-    salt = asked.options.salt
-    found = await backend.off_loop(exchange, backend.advisor.explain, asked.prompt, salt, salts)
+    salt, others = asked.body.cache_salt, asked.body.compare_salts or ()
+    found = await backend.off_loop(exchange, backend.advisor.explain, asked.prompt, salt, others)
     return Json(found)
 
 
-def parse_explained(body: bytes, server: ServerOptions, anthropic: bool) -> Asked:
+def parse_explained(body: bytes, server: ServerOptions, anthropic: bool) -> ParsedRequest:
     """Parse a body by the schema of the API that it belongs to."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
         given = None  # the schema says what is wrong
+    schema: type[ExplainChat | ExplainCompletion | ExplainMessages] = ExplainChat
     if isinstance(given, dict):
         if anthropic or _is_anthropic(given):
-            return parse_count(body, server, ExplainMessages)
-        if "prompt" in given and "messages" not in given:
-            return parse_completion(body, server, ExplainCompletion)
-    return parse_chat(body, server, ExplainChat)
+            schema = ExplainMessages
+        elif "prompt" in given and "messages" not in given:
+            schema = ExplainCompletion
+    return schema.parse(body, server)
 
 
 def _is_anthropic(given: dict[str, Any]) -> bool:
@@ -121,88 +120,68 @@ def _objects(given: Any) -> list[dict[str, Any]]:
 
 
 async def schema(request: Request) -> Response:
-    return JSONResponse(request.app.state.schema)
+    return Json(request.app.state.schema)
 
 
 ENDPOINTS = (
     *(
         Endpoint(
-            path=dialect.path,
-            answer=partial(answer, dialect=dialect),
+            dialect.path,
+            dialect.name,
+            partial(answer, dialect=dialect),
+            methods=("POST",),
             tag=dialect.tag,
-            method="POST",
             summary=dialect.summary,
             body=dialect.schema,
-            has=dialect.has,
-            error=dialect.error(EXAMPLE, "req"),
-            stream=True,
+            replies={"application/json": dialect.reply_fields, "text/event-stream": ("data",)},
             statuses=ANSWERING,
         )
         for dialect in DIALECTS
     ),
     Endpoint(
         "/v1/messages/count_tokens",
+        "count",
         count,
+        methods=("POST",),
         tag="Anthropic",
-        method="POST",
         body=CountRequest,
-        has=("input_tokens",),
-        error=MESSAGES.error(EXAMPLE, "req"),
+        replies={"application/json": ("input_tokens",)},
         statuses=ANSWERING,
     ),
     Endpoint(
         "/v1/cache/explain",
+        "explain",
         explain,
-        method="POST",
+        methods=("POST",),
         body=ExplainChat,
-        error=CHAT.error(EXAMPLE, ""),
         statuses=(400, 401, 403, 413, 415, 503),
     ),
-    *(replace(e, error=e.error or CHAT.error(EXAMPLE, "")) for e in admin.ENDPOINTS),
+    *admin.ENDPOINTS,
 )
-
-NAMES = {
-    **{dialect.path: dialect.name for dialect in DIALECTS},
-    "/v1/messages/count_tokens": "count",
-    "/v1/cache/explain": "explain",
-    "/openapi.json": "schema",
-    **admin.NAMES,
-}
-"""Names of paths for the log and the metrics."""
+NAMES = {"/": "page", "/openapi.json": "schema", **{e.path: e.name for e in ENDPOINTS}}
 
 
 def endpoint_name(path: str) -> str:
+    """The name of a path for the log and the metrics."""
     if path.startswith("/page/"):
         return "page"
     return "models" if path.startswith("/v1/models/") else NAMES.get(path, "other")
 
 
+def dialect_of(path: str) -> type[Dialect]:
+    """The dialect that the client of a path reads errors in."""
+    return next((d for d in reversed(DIALECTS) if path.startswith(d.path)), ChatDialect)
+
+
 def error_response(error: ApiError, path: str, request_id: str) -> Response:
-    """The path says whose shape the client reads."""
-    dialect = next((d for d in reversed(DIALECTS) if path.startswith(d.path)), CHAT)
-    return JSONResponse(dialect.error(error, request_id), error.status, error.headers)
+    return Json(dialect_of(path).error_body(error, request_id), error.status, error.headers)
 
 
-async def _told(request: Request, error: Exception) -> Response:
-    problem = as_api_error(error)
-    if problem.status >= 500 and not isinstance(error, (RewarmError, ApiError)):
-        raise error
-    exchange = exchange_of(request)
-    exchange.problem = problem.message
-    return error_response(problem, request.url.path, exchange.id)
-
-
-async def _misplaced(request: Request, error: Exception) -> Response:
+async def no_endpoint(request: Request, error: Exception) -> Response:
+    """Raise Starlette's own errors as those of the request's API."""
     assert isinstance(error, HTTPException)
     allowed = (error.headers or {}).get("Allow")
-    return await _told(
-        request, http_error(error.status_code, request.method, request.url.path, allowed)
-    )
-
-
-async def _left(request: Request, error: Exception) -> Response:
-    exchange_of(request).problem = "the client went away while it was sending"
-    return Response(status_code=CLIENT_GONE)
+    raise http_error(error.status_code, request.method, request.url.path, allowed)
 
 
 def create_app(engine: Engine, options: ServerOptions | None = None) -> Starlette:
@@ -217,7 +196,8 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> Starlett
 
     app = Starlette(
         routes=[
-            Route("/openapi.json", schema),
+            Route("/openapi.json", schema, methods=["GET"]),
+            *page.ROUTES,
             *(endpoint.route() for endpoint in ENDPOINTS),
         ],
         middleware=[
@@ -230,16 +210,12 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> Starlett
             Middleware(Authorised, options=options),
             Middleware(BodyLimit, limit=options.max_body),
         ],
-        exception_handlers={
-            ApiError: _told,
-            RewarmError: _told,
-            ValidationError: _told,
-            HTTPException: _misplaced,
-            ClientDisconnect: _left,
-        },
+        exception_handlers={HTTPException: no_endpoint},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     app.state.backend = backend
-    app.state.schema = schema_of(ENDPOINTS)
+    app.state.schema = schema_of(
+        ENDPOINTS, lambda path: dialect_of(path).error_body(ApiError(400, ""), "req")
+    )
     return app

@@ -1,4 +1,6 @@
-"""Who may ask, and how much: the API key, the host, the size of a body. Plain ASGI middleware."""
+"""Who may use the server, and how much a body may hold: plain ASGI middleware.
+
+It checks the API key, the host and the size of a body. Nothing here imports a model library."""
 
 from __future__ import annotations
 
@@ -20,45 +22,45 @@ OPEN = ("/", "/health", *(f"/page/{name}" for name in FILES))
 LOCAL_NAME = re.compile(r"\.(localhost|local|internal|lan|home\.arpa)$")
 ADDRESS = re.compile(r"[0-9.]+")
 DRAINED = 4
-"""A body too large is read on, and dropped, up to this many times the limit: a client that is
-still sending would not see the answer."""
+"""A body that is too large is read on, and dropped, up to this many times the limit: a client that
+is still sending would not see the answer."""
 
 
+@dataclass
 class Authorised:
     """Lets requests through that have the API key, or, where none is set, a local host's name."""
 
-    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
-        self.app = app
-        self.options = options
+    app: ASGIApp
+    options: ServerOptions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            if self.options.api_key is not None:
-                self._check_key(scope, self.options.api_key)
-            elif not self.options.allow_public:
-                _check_host(scope)
+            if self.options.api_key is None:
+                if not self.options.allow_public:
+                    _check_host(scope)
+            elif scope["path"] not in OPEN:
+                _check_key(scope, self.options.api_key)
         await self.app(scope, receive, send)
 
-    def _check_key(self, scope: Scope, key: str) -> None:
-        if scope["path"] in OPEN:
-            return
-        given = header(scope, b"x-api-key")
-        scheme, _, bearer = (header(scope, b"authorization") or "").partition(" ")
-        if scheme.lower() == "bearer":
-            given = bearer.strip() if given is None else given
-        if given is None or not hmac.compare_digest(given.encode("latin-1"), key.encode()):
-            what = "an API key is needed" if given is None else "this API key is wrong"
-            raise ApiError(
-                401,
-                f"{what}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+
+def _check_key(scope: Scope, key: str) -> None:
+    given = header(scope, b"x-api-key")
+    scheme, _, bearer = (header(scope, b"authorization") or "").partition(" ")
+    if given is None and scheme.lower() == "bearer":
+        given = bearer.strip()
+    if given is None or not hmac.compare_digest(given.encode("latin-1"), key.encode()):
+        what = "an API key is needed" if given is None else "this API key is wrong"
+        raise ApiError(
+            401,
+            f"{what}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
 
 def _check_host(scope: Scope) -> None:
-    """Without a key only names that no public DNS server answers for: a web page whose name was
-    made to point here would have the browser's trust."""
+    """Without a key, refuse every host name that a public DNS server may answer for: a web page
+    whose name was made to point here would have the browser's trust."""
     host = (header(scope, b"host") or "").lower()
     name = host.partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if "." in name and not LOCAL_NAME.search(name) and not ADDRESS.fullmatch(name):
@@ -69,44 +71,34 @@ def _check_host(scope: Scope) -> None:
         )
 
 
+@dataclass
 class BodyLimit:
-    """Refuses bodies of more than so many bytes."""
+    """Refuses bodies of more than so many bytes, announced or counted."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app = app
-        self.limit = limit
+    app: ASGIApp
+    limit: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            length = header(scope, b"content-length") or ""
-            announced = int(length) if re.fullmatch("[0-9]{1,15}", length) else 0
-            receive = _Counted(receive, self.limit, announced).receive
-        await self.app(scope, receive, send)
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        length = header(scope, b"content-length") or ""
+        announced = int(length) if re.fullmatch("[0-9]{1,15}", length) else 0
+        read = 0
 
-
-@dataclass
-class _Counted:
-    """A body, counted while it is read."""
-
-    from_client: Receive
-    limit: int
-    announced: int
-    read: int = 0
-
-    async def receive(self) -> Message:
-        message = await self.from_client()
-        if message["type"] != "http.request":
-            return message
-        self.read += len(message.get("body", b""))
-        size = max(self.read, self.announced)
-        if size > self.limit:
-            while message.get("more_body") and self.read <= DRAINED * self.limit:
-                message = await self.from_client()
-                self.read += len(message.get("body", b""))
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if message["type"] != "http.request" or max(read, announced) <= self.limit:
+                return message
+            while message.get("more_body") and read <= DRAINED * self.limit:
+                message = await receive()
+                read += len(message.get("body", b""))
             raise ApiError(
                 413,
-                f"the body has {max(self.read, self.announced):,} bytes or more; this server "
-                f"takes {self.limit:,}",
+                f"the body has {max(read, announced):,} bytes or more; this server takes "
+                f"{self.limit:,}",
                 code="request_too_large",
             )
-        return message
+
+        await self.app(scope, counted, send)

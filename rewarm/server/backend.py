@@ -1,4 +1,4 @@
-"""The engine with what the endpoints need around it. Prompts are made off the event loop."""
+"""The engine, and all that the endpoints share around it. Prompts are made off the event loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .admin.metrics import Metrics
 from .admin.tree_view import TreeView
 from .errors import ApiError
 from .exchange import Exchange, exchange_of
-from .fields import Asked
+from .fields import ParsedRequest
 from .work import Work
 
 log = logging.getLogger("rewarm")
@@ -32,7 +32,8 @@ log = logging.getLogger("rewarm")
 T = TypeVar("T")
 THREADS = 4
 LARGE = 1 << 20
-"""Bytes of a body that is worked on apart, one at a time: it takes seconds, and others do not."""
+"""Bytes of a body that is worked on apart, one at a time: it takes seconds, others take
+milliseconds."""
 
 
 class Backend:
@@ -51,7 +52,7 @@ class Backend:
         self.advisor = Advisor(self.generator)
         self._pool = ThreadPoolExecutor(THREADS, "rewarm-prompt")
         self._large = ThreadPoolExecutor(1, "rewarm-large-prompt")
-        # One thread: what is said of a request is said before the request itself is remembered.
+        # One thread: a request is described before it is remembered, to which it would be compared.
         self._explaining = ThreadPoolExecutor(1, "rewarm-explain")
 
     @cached_property
@@ -62,8 +63,10 @@ class Backend:
         for pool in (self._pool, self._large, self._explaining):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, request: Request, parse: Callable[[bytes, ServerOptions], T]) -> T:
-        """A request's body, parsed off the event loop: it may be large."""
+    async def read(
+        self, request: Request, parse: Callable[[bytes, ServerOptions], ParsedRequest]
+    ) -> ParsedRequest:
+        """Parse a request's body, off the event loop: it may be large."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # A web page can have any browser send other types without asking the server first.
         if kind != "application/json":
@@ -78,25 +81,25 @@ class Backend:
         return await self.off_loop(exchange, parse, body, self.options)
 
     async def off_loop(self, exchange: Exchange, do: Callable[..., T], *args: Any) -> T:
+        """Call a function on a thread of the server's own."""
         pool = self._pool_for(exchange)
         return await asyncio.get_running_loop().run_in_executor(pool, do, *args)
 
-    async def begin(self, exchange: Exchange, asked: Asked) -> Work:
-        """Have a request answered. Raises what the engine's `submit` does."""
+    async def begin(self, exchange: Exchange, asked: ParsedRequest) -> Work:
+        """Have a request answered. Raises the errors of the engine's `submit`."""
         work = Work(asked.prompt, asked.options, exchange=exchange, backend=self)
         await self.off_loop(exchange, self.generator.prepare, work, work.send)
-        exchange.work, exchange.salt = work, asked.options.salt
-        self.activity.began(exchange)
+        exchange.work = work
+        self.activity.began(work)
         self.generator.submit(work)
         return work
 
     async def described_all(self) -> None:
-        """Wait until all that was answered so far is described and remembered."""
+        """Wait until every request answered so far is described and remembered."""
         await asyncio.get_running_loop().run_in_executor(self._explaining, lambda: None)
 
     def describe(self, work: Work, done: RunDone) -> None:
-        """Deliver the end of a prompt once it is known why it missed what it missed. Called on the
-        engine's thread."""
+        """Deliver the end of a prompt once its miss is described. Called on the engine's thread."""
         miss = done.cost.miss
         work.runs[done.run].miss = {"reason": miss.reason} if miss is not None else None
         try:
@@ -105,10 +108,10 @@ class Backend:
             work.loop.call_soon_threadsafe(work.deliver, done)
 
     def ran(self, work: Work, run: Run) -> None:
-        """A prompt is answered, or has failed."""
+        """Take note of a prompt that is answered, or has failed."""
         exchange = work.exchange
         self.metrics.ran(run, exchange.endpoint)
-        exchange.ran(run)
+        exchange.finish()
         if work.chat is None or run.error is not None:
             return
         with suppress(RuntimeError):  # the server is stopping
@@ -116,9 +119,10 @@ class Backend:
             self._pool_for(exchange).submit(self.generator.answered, work, run)
 
     def ended(self, exchange: Exchange, status: int) -> None:
-        """An exchange is over, whatever came of it."""
+        """Take note of an exchange that is over."""
         self.metrics.responded(exchange.endpoint, status)
-        self.activity.ended(exchange, status)
+        if exchange.work is not None:
+            self.activity.ended(exchange.work, status)
 
     def _describe(self, work: Work, done: RunDone) -> None:
         run = work.runs[done.run]
@@ -133,7 +137,6 @@ class Backend:
             work.loop.call_soon_threadsafe(work.deliver, done)
 
     def _pool_for(self, exchange: Exchange) -> ThreadPoolExecutor:
-        """Large requests are worked on one at a time: the others need not wait for them."""
         return self._large if exchange.size > LARGE else self._pool
 
 

@@ -1,20 +1,25 @@
-"""One API's words for the same generation, and what the replies of all of them say of its cost."""
+"""What an API is to the server, and what the replies of all APIs say of their cost.
+
+To add an API, write a folder with two modules. `parse.py` has a `RequestBody` for each endpoint,
+which reads a body into a `ParsedRequest`; it imports no model library. `reply.py` has a `Dialect`
+for each endpoint, which names that request and writes the reply: whole, as a stream, or as an
+error. Then add the dialects to `DIALECTS` in `app.py`. Routes, the OpenAPI schema, the log and the
+metrics follow from that.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from pydantic import BaseModel
+from typing import Any, ClassVar
 
 from rewarm.generate.generation import Delta, Ended, Event, Generation, Progress, RunFailed
-from rewarm.options import ServerOptions
 from rewarm.prompt.parse.texts import TokenTexts
+from rewarm.values import Cost
 
 from .errors import ApiError, as_api_error
-from .fields import Asked
+from .fields import RequestBody
 from .work import Work
 
 KEEP_ALIVE = ": keep-alive\n\n"
@@ -22,18 +27,32 @@ KEEP_ALIVE = ": keep-alive\n\n"
 
 
 @dataclass
-class ReplyWriter(ABC):
-    """The reply to one request: whole, or as a stream of the events that come of it."""
+class Dialect(ABC):
+    """An endpoint that answers prompts, in the words of its API. An instance writes the reply to
+    one request."""
 
-    asked: Asked
+    path: ClassVar[str]
+    name: ClassVar[str]
+    """The endpoint's name in the log and the metrics."""
+    tag: ClassVar[str]
+    summary: ClassVar[str]
+    schema: ClassVar[type[RequestBody]]
+    reply_fields: ClassVar[Sequence[str]]
+    """The fields of a whole reply, for the OpenAPI schema."""
+    error_body: ClassVar[Callable[[ApiError, str], dict[str, Any]]]
+    """Gives the body of an error, for the id of its request."""
+
+    body: Any
+    """The request, an instance of `schema`."""
     work: Work
     model: str
-    """The name that is served, for a request that names none."""
+    """The model's name, for a request that names none."""
     texts: TokenTexts
     failed: bool = False
 
     @abstractmethod
-    def whole(self) -> dict[str, Any]: ...
+    def whole(self) -> dict[str, Any]:
+        """The reply to a request that is not streamed."""
 
     def opening(self) -> str:
         """The beginning of a stream, before anything is known."""
@@ -67,41 +86,23 @@ class ReplyWriter(ABC):
             parts.append(self.last())
         return "".join(parts)
 
-    def failure(self, error: ApiError) -> str:
-        """The stream ends with this error."""
+    def failure(self, error: Exception) -> str:
+        """The end of a stream that fails with this error."""
         self.failed = True
-        return self.error(error)
+        return self.error(as_api_error(error))
 
     def _event(self, event: Event) -> str:
-        if isinstance(event, Delta):
-            return self.delta(event)
-        if isinstance(event, Progress):
-            return self.progress(event)
-        if isinstance(event, Ended):
-            return self.ended(event)
-        if isinstance(event, RunFailed):
-            self.work.abandon()
-            return self.failure(as_api_error(event.error))
+        match event:
+            case Delta():
+                return self.delta(event)
+            case Progress():
+                return self.progress(event)
+            case Ended():
+                return self.ended(event)
+            case RunFailed():
+                self.work.abandon()
+                return self.failure(event.error)
         return ""
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """An endpoint that answers, in the words of its API."""
-
-    path: str
-    name: str
-    """A name for the log and the metrics."""
-    tag: str
-    summary: str
-    schema: type[BaseModel]
-    parse: Callable[[bytes, ServerOptions], Asked]
-    """Called off the event loop. Raises ApiError, or pydantic's ValidationError."""
-    reply: type[ReplyWriter]
-    error: Callable[[ApiError, str], dict[str, Any]]
-    """The body that tells an error, with the request's id."""
-    has: Sequence[str]
-    """The fields of a whole reply, for the OpenAPI schema."""
 
 
 def rewarm_object(generation: Generation) -> dict[str, Any]:
@@ -118,10 +119,10 @@ def rewarm_object(generation: Generation) -> dict[str, Any]:
             "boundary": first.resumed_at,
             "tier": first.match.tier,
         }
+    figures = token_figures(costs)
+    del figures["prompt_tokens"]
     return {
-        "cached_tokens": cached_tokens(generation),
-        "replayed_tokens": sum(cost.replayed for cost in costs),
-        "prefilled_tokens": sum(cost.prefilled for cost in costs),
+        **figures,
         "resume": resume,
         "miss": miss_object(generation),
         "timings": {name: round(ms, 3) for name, ms in first.timings.items()},
@@ -129,8 +130,18 @@ def rewarm_object(generation: Generation) -> dict[str, Any]:
 
 
 def miss_object(generation: Generation) -> dict[str, Any] | None:
-    """Why not more of the first prompt was reused; None where all that could be was."""
+    """The reason why not more of the first prompt was reused; None where there is none."""
     return next((run.miss for run in generation.runs if run.cost is not None), None)
+
+
+def token_figures(costs: Sequence[Cost]) -> dict[str, int]:
+    """The tokens of several prompts together, by the work that they took."""
+    return {
+        "prompt_tokens": sum(cost.match.tokens for cost in costs),
+        "cached_tokens": sum(cost.match.resume for cost in costs),
+        "replayed_tokens": sum(cost.replayed for cost in costs),
+        "prefilled_tokens": sum(cost.prefilled for cost in costs),
+    }
 
 
 def cached_tokens(generation: Generation) -> int:

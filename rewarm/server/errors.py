@@ -1,4 +1,4 @@
-"""Errors as clients are told of them; each dialect has its own way to say one."""
+"""Errors as clients are told of them. Each dialect writes them in a form of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 
 from rewarm.errors import (
     CacheClosed,
@@ -18,13 +19,15 @@ from rewarm.errors import (
     QueueFull,
 )
 
+CLIENT_GONE = 499
+"""The status of a request whose client went away, in the log and the metrics."""
 SHOWN = 80
 """Characters of a client's own value that an error repeats."""
 
 
 @dataclass
 class ApiError(Exception):
-    """An error that a client is told. The message says what was wrong and what to do."""
+    """An error that a client is told. Its message says what was wrong and what to do."""
 
     status: int
     message: str
@@ -41,7 +44,7 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Any exception as what a client may know of it."""
+    """The part of an exception that a client may know."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):
@@ -57,6 +60,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, (InvalidPrompt, InvalidOption)):
         return ApiError(400, str(error), getattr(error, "param", None))
+    if isinstance(error, ClientDisconnect):
+        return ApiError(CLIENT_GONE, "the client went away while it was sending")
     return ApiError(500, "the server failed on this request; its log has the reason")
 
 
@@ -72,7 +77,7 @@ def http_error(status: int, method: str, path: str, allowed: str | None) -> ApiE
 
 
 def _invalid_body(error: ValidationError) -> ApiError:
-    """The deepest complaint: of a union's branches it is the one that fitted best."""
+    """The deepest error of all: where a union was wrong, it is of the branch that fitted best."""
     first = max(error.errors(include_url=False), key=lambda e: len(e["loc"]))
     where = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
     if first["type"] == "json_invalid":
@@ -87,7 +92,7 @@ def _invalid_body(error: ValidationError) -> ApiError:
 
 
 def _is_branch(part: int | str) -> bool:
-    """pydantic names the branch of a union in a location: a type, not a field."""
+    """A part of pydantic's location names the branch of a union, not a field."""
     return isinstance(part, str) and (
         part in ("str", "int", "float", "bool", "none", "dict")
         or bool(re.search(r"[A-Z\[(-]", part))

@@ -14,12 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rewarm.errors import RewarmError
 from rewarm.values import Cost
 
-from .errors import ApiError, as_api_error
+from .errors import CLIENT_GONE, ApiError, as_api_error
 
 if TYPE_CHECKING:
-    from rewarm.generate.generation import Choice, Run
+    from rewarm.generate.generation import Choice
 
     from .work import Work
 
@@ -27,31 +28,28 @@ log = logging.getLogger("rewarm")
 requests_log = logging.getLogger("rewarm.requests")
 
 QUIET = ("cache", "health", "live", "metrics", "page", "schema")
-CLIENT_GONE = 499
+"""Endpoints that are asked all the time: their requests are logged for debugging only."""
 SANE_ID = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 @dataclass(eq=False)
 class Exchange:
-    """Counted and logged once, when the response is out and the engine is done with it."""
+    """A request and its response. It is counted and logged once, when the response is out and the
+    engine is done with it."""
 
     id: str
-    path: str
     endpoint: str
     """A name for the log and the metrics; unknown paths share one, or they would pile up."""
     send_on: Send
     finished: Callable[[Exchange, int], None]
-    """Told of the exchange and its status once it is over."""
+    """Called with the exchange and its status once it is over."""
     status: int | None = None
     """None until a response has begun."""
     problem: str = ""
     size: int = 0
     """Bytes of the body."""
     work: Work | None = None
-    salt: str | None = None
-    """The tenant whose prompts it has. Known once there is work."""
     began: float = field(default_factory=time.monotonic)
-    _done: list[Run] = field(default_factory=list)
     _closed: bool = False
     _logged: bool = False
 
@@ -68,16 +66,13 @@ class Exchange:
             ]
         await self.send_on(message)
 
-    def ran(self, run: Run) -> None:
-        self._done.append(run)
-        self._finish()
-
     def close(self) -> None:
-        """The response was sent, or there is nobody to send it to."""
+        """Note that the response was sent, or that there is nobody to send it to."""
         self._closed = True
-        self._finish()
+        self.finish()
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Count and log it, if it is over."""
         work = self.work
         if not self._closed or self._logged or (work is not None and not work.over):
             return
@@ -86,17 +81,18 @@ class Exchange:
         if status is None or (work is not None and work.abandoned):
             status = CLIENT_GONE
         self.finished(self, status)
-        self.work = None  # which refers to this
         quiet = self.endpoint in QUIET and status < 400
         level = logging.DEBUG if quiet else logging.INFO
         if requests_log.isEnabledFor(level):
             requests_log.log(level, "%s %s  %s", status, self.endpoint, self._summary(status))
+        self.work = None  # which refers to this
 
     def _summary(self, status: int) -> str:
-        costs = [run.cost for run in self._done if run.cost is not None]
-        choices = [c for run in self._done for c in run.choices if c.tokens]
+        runs = self.work.runs if self.work is not None else []
+        costs = [run.cost for run in runs if run.cost is not None]
+        choices = [c for run in runs for c in run.choices if c.tokens]
         parts = [prompt_summary(costs), speed(costs, choices), self.problem]
-        parts += [str(run.error) for run in self._done if run.error is not None]
+        parts += [str(run.error) for run in runs if run.error is not None]
         if status == CLIENT_GONE:
             parts.append("the client went away")
         # Clients have a say in some of it, and the log goes to a terminal.
@@ -132,37 +128,28 @@ def exchange_of(request: Request) -> Exchange:
     return exchange
 
 
-ErrorResponse = Callable[[ApiError, str, str], Response]
-"""The response for an error, a path and a request's id."""
-
-
+@dataclass
 class Exchanges:
-    """The outermost middleware: gives each request its exchange, and answers an error that nobody
-    caught."""
+    """The outermost middleware. It gives each request its exchange, and answers every error."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        endpoint: Callable[[str], str],
-        response: ErrorResponse,
-        finished: Callable[[Exchange, int], None],
-    ) -> None:
-        self.app = app
-        self.endpoint = endpoint
-        self.response = response
-        self.finished = finished
+    app: ASGIApp
+    endpoint: Callable[[str], str]
+    """Gives the name of a path."""
+    response: Callable[[ApiError, str, str], Response]
+    """Gives the response for an error, a path and a request's id."""
+    finished: Callable[[Exchange, int], None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         path = scope["path"]
-        exchange = Exchange(_request_id(scope), path, self.endpoint(path), send, self.finished)
+        exchange = Exchange(_request_id(scope), self.endpoint(path), send, self.finished)
         scope.setdefault("state", {})["exchange"] = exchange
         try:
             await self.app(scope, receive, exchange.send)
         except Exception as error:
             problem = as_api_error(error)
-            if problem.status >= 500:
+            if problem.status >= 500 and not isinstance(error, (RewarmError, ApiError)):
                 log.exception("request %s failed", exchange.id)
             if exchange.status is not None:
                 raise

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from dataclasses import fields
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from rewarm.generate.options import GenerationOptions
-from rewarm.options import RESERVED_FOR_RENDERING
+from rewarm.options import RESERVED_FOR_RENDERING, ServerOptions
 from rewarm.prompt.chat import Chat, Text
 from rewarm.values import Sampling
 
 from .errors import bad_request
 
 MOST_TOKENS = 1 << 31
-NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -27,24 +26,38 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Salt = Annotated[str, Field(min_length=1, max_length=512)]
 
 
-class Asked(NamedTuple):
-    """A request in the words of the house."""
-
-    prompt: Chat | Text
-    options: GenerationOptions
-    body: Any
-    """The request in the API's own words, for the reply."""
-
-
 class Body(BaseModel):
-    """Wrong types are errors; unknown fields are kept, so that `refuse` can look at them."""
+    """An object of a request. A value of a wrong type is an error; unknown fields are kept, so that
+    `refuse` can look at them."""
 
     model_config = ConfigDict(
         strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
     )
 
 
-class Refused(NamedTuple):
+class ParsedRequest(NamedTuple):
+    """A request, translated from its API's words."""
+
+    prompt: Chat | Text
+    options: GenerationOptions
+    body: Any
+    """The request in its API's own words, which the reply needs."""
+
+
+class RequestBody(Body):
+    """The body of a request that has a prompt."""
+
+    @classmethod
+    def parse(cls, body: bytes, server: ServerOptions) -> ParsedRequest:
+        """Read a body. Raises ApiError, or pydantic's ValidationError."""
+        return cls.model_validate_json(body).parsed(server)
+
+    def parsed(self, server: ServerOptions) -> ParsedRequest:
+        """Translate the request."""
+        raise NotImplementedError
+
+
+class Unsupported(NamedTuple):
     """A field that would change the answer and is not supported."""
 
     advice: str
@@ -52,30 +65,26 @@ class Refused(NamedTuple):
     """Values that ask for nothing, besides null."""
 
 
-def refuse(extra: Mapping[str, Any] | None, refused: Mapping[str, Refused]) -> None:
-    if not extra:
-        return
-    for name, value in extra.items():
-        rule = refused.get(name)
-        if rule is None and name.startswith("guided_"):
-            rule = Refused("answers cannot be constrained; leave it out")
+GUIDED = Unsupported("answers cannot be constrained; leave it out")
+
+
+def refuse(extra: Mapping[str, Any] | None, unsupported: Mapping[str, Unsupported]) -> None:
+    """Raise an ApiError for the first extra field that is not supported."""
+    for name, value in extra.items() if extra else ():
+        rule = unsupported.get(name, GUIDED if name.startswith("guided_") else None)
         if rule is not None and value is not None and value not in rule.harmless:
             raise bad_request(f"{name} is not supported: {rule.advice}", name)
 
 
 def one_of(*allowed: str, advice: str) -> Any:
-    """A string field with few values and an error that says what to do."""
+    """The type of a string field with few values, and an error that says what to do."""
 
     def check(value: str) -> str:
         if value not in allowed:
             raise ValueError(f"{value[:40]!r} is not supported: {advice}")
         return value
 
-    return Annotated[
-        str,
-        AfterValidator(check),
-        WithJsonSchema({"type": "string", "enum": list(allowed)}),
-    ]
+    return Annotated[str, AfterValidator(check), Field(json_schema_extra={"enum": [*allowed]})]
 
 
 def _template_options(given: Any) -> Any:
@@ -107,41 +116,38 @@ def thinking_options(effort: str | None, enabled: bool | None) -> dict[str, Any]
     return options
 
 
-class Sampled(Body):
-    """The way in which tokens are chosen: greedily where there is no temperature."""
+class ToolChoice(NamedTuple):
+    """The tools that the model is shown."""
 
-    temperature: Temperature | None = None
-    top_p: Fraction | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
-    min_p: Fraction | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: (
-        Annotated[
-            dict[
-                Annotated[str, Field(pattern="^[0-9]{1,9}$")],
-                Annotated[float, Field(ge=-100, le=100)],
-            ],
-            Field(max_length=4096),
-        ]
-        | None
-    ) = None
-    seed: Seed | None = None
-    cache_salt: Salt | None = None
-    """Prompts with different salts share nothing."""
+    tools: list[Any] | None
+    must_call: bool
+    """The model has to call one of them."""
 
-    def sampling(self) -> Sampling:
-        given = self.repetition_penalty
-        biases = self.logit_bias
-        return Sampling(
-            temperature=self.temperature or 0.0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(0, self.top_k or 0),
-            min_p=self.min_p or 0.0,
-            repetition_penalty=1.0 if given is None else given,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias={int(token): bias for token, bias in biases.items()} if biases else NO_BIAS,
-            seed=self.seed,
-        )
+
+NO_TOOLS = ToolChoice(None, must_call=False)
+
+
+def chosen_tools(tools: list[Any] | None, mode: str, name: str | None = None) -> ToolChoice:
+    """Choose among the tools of a request, which are in OpenAI's shape. `mode` is "none", "auto" or
+    "required"; with a name, only that tool is shown."""
+    if not tools and mode == "required":
+        raise bad_request("tool_choice needs tools", "tool_choice")
+    if not tools or mode == "none":
+        return NO_TOOLS
+    if name is not None:
+        tools = [tool for tool in tools if tool["function"]["name"] == name][:1]
+        if not tools:
+            raise bad_request(
+                f"tool_choice: there is no tool {name[:80]!r} in tools", "tool_choice"
+            )
+    return ToolChoice(tools, must_call=mode == "required")
+
+
+SAMPLING = frozenset(field.name for field in fields(Sampling))
+
+
+def sampling_of(body: Body) -> Sampling:
+    """The way in which tokens are chosen, from the fields of a request that have the names of
+    `Sampling`. It is greedy where no temperature is given."""
+    named = ((name, getattr(body, name)) for name in SAMPLING & type(body).model_fields.keys())
+    return Sampling(**{name: value for name, value in named if value is not None})

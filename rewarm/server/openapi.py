@@ -1,4 +1,4 @@
-"""The OpenAPI schema, from what is said of each endpoint where it is listed."""
+"""The list of endpoints has what the OpenAPI schema says of each, beside what answers it."""
 
 from __future__ import annotations
 
@@ -31,58 +31,57 @@ STATUSES = {
     503: "The server is loading, failing or stopping.",
 }
 ANSWERING = (400, 401, 403, 413, 415, 429, 500, 503)
-"""Statuses that an endpoint may have which answers prompts, besides 200."""
+"""Statuses of an endpoint that answers prompts, besides 200."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
     path: str
+    name: str
+    """Its name in the log and the metrics."""
     answer: Callable[[Request], Awaitable[Response]]
+    methods: Sequence[str] = ("GET",)
     tag: str = "Server"
-    method: str = "GET"
-    head: bool = False
-    """HEAD is answered too."""
     summary: str | None = None
-    """Its docstring where not given; left out of the schema where it is empty."""
+    """By default the docstring of `answer`."""
     body: type[BaseModel] | None = None
-    has: Sequence[str] | None = ()
-    """The fields of its reply; None where it is no JSON object."""
-    error: Mapping[str, Any] = field(default_factory=dict)
-    """An error of its API, as an example of the shape."""
-    stream: bool = False
+    replies: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"application/json": ()})
+    """The fields of its replies, by content type."""
+    error: Mapping[str, Any] | None = None
+    """An error as an example, where the endpoint has a form of its own."""
     statuses: Sequence[int] = (401,)
     """The statuses that it may have, besides 200."""
-    parameters: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    parameters: Sequence[Mapping[str, Any]] = ()
 
     def route(self) -> Route:
-        route = Route(self.path, self.answer, methods=[self.method])
-        route.methods = {self.method, *(["HEAD"] if self.head else [])}  # not for every GET
+        route = Route(self.path, self.answer)
+        route.methods = set(self.methods)  # Starlette would add HEAD to every GET
         return route
 
-    def described(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+    def described(self, error: Mapping[str, Any]) -> dict[str, Any]:
+        """The endpoint as the OpenAPI schema has it; `error` is an example of its API's errors."""
+        replies = {kind: _object(required) for kind, required in self.replies.items()}
+        responses: dict[str, Any] = {"200": {"description": STATUSES[200], "content": replies}}
+        for status in self.statuses:
+            responses[str(status)] = {"description": STATUSES[status]}
+            if status >= 400:
+                shape = {"schema": _shape(self.error or error)}
+                responses[str(status)]["content"] = {"application/json": shape}
+        found = {
             "tags": [self.tag],
             "summary": self.summary or self.answer.__doc__,
-            "operationId": "_".join([self.method.lower(), *re.findall(r"\w+", self.path)]),
-            "responses": {"200": {"description": STATUSES[200]}},
+            "operationId": "_".join([self.methods[0].lower(), *re.findall(r"\w+", self.path)]),
+            "parameters": self.parameters,
+            "responses": responses,
         }
-        if self.has is not None:
-            whole = {"schema": {"type": "object", "required": list(self.has)}}
-            found["responses"]["200"]["content"] = {"application/json": whole}
-        if self.stream:
-            event = {"schema": {"type": "object", "required": ["data"]}}
-            found["responses"]["200"]["content"]["text/event-stream"] = event
-        error = _shape(self.error)
-        for status in self.statuses:
-            found["responses"][str(status)] = {"description": STATUSES[status]}
-            if status >= 400 and self.error:
-                found["responses"][str(status)]["content"] = {"application/json": {"schema": error}}
         if self.body is not None:
             ref = {"schema": {"$ref": REF.format(model=self.body.__name__)}}
             found["requestBody"] = {"required": True, "content": {"application/json": ref}}
-        if self.parameters:
-            found["parameters"] = list(self.parameters)
         return found
+
+
+def _object(required: Sequence[str]) -> dict[str, Any]:
+    return {"schema": {"type": "object", "required": list(required)}}
 
 
 def _shape(example: Any) -> dict[str, Any]:
@@ -95,16 +94,18 @@ def _shape(example: Any) -> dict[str, Any]:
     return {"type": "object", "required": list(example), "properties": shapes}
 
 
-def schema_of(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
+def schema_of(
+    endpoints: Iterable[Endpoint], error_of: Callable[[str], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The OpenAPI schema. `error_of` gives an example of the errors of a path."""
     paths: dict[str, dict[str, Any]] = {}
-    bodies: list[type[BaseModel]] = []
+    bodies: dict[type[BaseModel], None] = {}
     for endpoint in endpoints:
-        if endpoint.summary == "":
-            continue
         path = endpoint.path.replace(":path}", "}")
-        paths.setdefault(path, {})[endpoint.method.lower()] = endpoint.described()
-        if endpoint.body is not None and endpoint.body not in bodies:
-            bodies.append(endpoint.body)
+        described = endpoint.described(error_of(endpoint.path))
+        paths.setdefault(path, {})[endpoint.methods[0].lower()] = described
+        if endpoint.body is not None:
+            bodies[endpoint.body] = None
     _, definitions = models_json_schema([(b, "validation") for b in bodies], ref_template=REF)
     return {
         "openapi": "3.1.0",

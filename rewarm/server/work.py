@@ -1,4 +1,4 @@
-"""A generation that an HTTP request waits for, on the event loop."""
+"""A generation that an HTTP request waits for, on the event loop, and its response."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rewarm.generate.generation import Event, Generation, RunDone
@@ -19,7 +19,7 @@ from .exchange import Exchange
 
 if TYPE_CHECKING:
     from .backend import Backend
-    from .dialect import ReplyWriter
+    from .dialect import Dialect
 
 log = logging.getLogger("rewarm")
 
@@ -29,33 +29,34 @@ LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\
 
 @dataclass(eq=False, kw_only=True)
 class Work(Generation):
-    """The generation of one HTTP request. It lives on the event loop."""
+    """The generation of one HTTP request. It belongs to the event loop."""
 
     exchange: Exchange
     backend: Backend
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     arrived: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)
-    """None: nothing happened for a while."""
+    """Events that are not read yet. None wakes the reader without one."""
     abandoned: bool = False
     """The client has gone."""
     _heard: bool = True
     _timer: asyncio.TimerHandle | None = None
 
     def send(self, event: Event) -> None:
-        """Take an event on the engine's thread."""
+        """Take an event. Called on the engine's thread."""
         if isinstance(event, RunDone) and event.cost.miss is not None:
             self.backend.describe(self, event)
         else:
             self.loop.call_soon_threadsafe(self.deliver, event)
 
     def deliver(self, event: Event) -> None:
+        """Give an event to the reader, if there is one still."""
         run = self.take(event)
-        if run is not None:  # whether or not somebody still waits for it
+        if run is not None:
             self.backend.ran(self, run)
         self.arrived.put_nowait(event)
 
     def abandon(self) -> None:
-        """Nobody waits any more: what still runs is stopped."""
+        """Stop the work that still runs: the client has gone, or reads no further."""
         if not self.over:
             self.abandoned = True
             self.backend.generator.cancel(self)
@@ -83,23 +84,19 @@ class Work(Generation):
         self._timer = self.loop.call_later(keep_alive, self._tick, keep_alive)
 
     async def finished(self, receive: Receive) -> bool:
-        """Wait for the end of it all; False where the client went away before."""
-        drained = asyncio.ensure_future(self._drain())
-        left = asyncio.ensure_future(gone(receive))
+        """Wait until all of it is over; False where the client went away before."""
+        left = asyncio.ensure_future(_disconnect(receive))
+        left.add_done_callback(lambda _: self.arrived.put_nowait(None))
         try:
-            await asyncio.wait({drained, left}, return_when=asyncio.FIRST_COMPLETED)
+            while not (self.over or left.done()):
+                await self.arrived.get()
             return self.over
         finally:
-            drained.cancel()
             left.cancel()
             self.abandon()
 
-    async def _drain(self) -> None:
-        while not self.over:
-            await self.arrived.get()
-
     def check(self) -> None:
-        """Raise what kept it from being answered."""
+        """Raise the error that kept it from being answered."""
         for run in self.runs:
             if run.error is not None:
                 raise as_api_error(run.error)
@@ -107,63 +104,49 @@ class Work(Generation):
             raise ApiError(503, "the server is stopping: try again later", code="not_ready")
 
 
-async def gone(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
+async def _disconnect(receive: Receive) -> None:
+    """Wait until the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Server-sent events, written until the work is done or the client has gone."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, work: Work, reply: ReplyWriter, keep_alive: float) -> None:
+    def __init__(self, reply: Dialect, keep_alive: float) -> None:
         # A proxy that buffers would hold tokens back.
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self.work, self.reply, self.keep_alive = work, reply, keep_alive
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_parts(reply, keep_alive), headers=headers, media_type="text/event-stream")
+        self.work = reply.work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        left = asyncio.ensure_future(gone(receive))
-        sent = asyncio.ensure_future(self._send(send))
         try:
-            await asyncio.wait({left, sent}, return_when=asyncio.FIRST_COMPLETED)
+            await super().__call__(scope, receive, send)
         finally:
             self.work.abandon()
-            left.cancel()
-            sent.cancel()
-            await asyncio.gather(left, sent, return_exceptions=True)
 
-    async def _send(self, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
-        async for part in self._parts():
-            if part:
-                body = part.encode("utf-8", "replace")
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _parts(self) -> AsyncIterator[str]:
-        try:
-            yield self.reply.opening()
-            async for batch in self.work.batches(self.keep_alive):
-                yield self.reply.events(batch) if batch else self.reply.idle()
-        except Exception as error:
-            log.exception("a stream could not be written")
-            yield self.reply.failure(as_api_error(error))
+async def _parts(reply: Dialect, keep_alive: float) -> AsyncIterator[bytes]:
+    try:
+        if opening := reply.opening():
+            yield _sendable(opening)
+        async for batch in reply.work.batches(keep_alive):
+            if part := reply.events(batch) if batch else reply.idle():
+                yield _sendable(part)
+    except Exception as error:
+        log.exception("a stream could not be written")
+        yield _sendable(reply.failure(error))
 
 
 class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return encoded(content).encode("utf-8", "replace")
+        return _sendable(encoded(content))
+
+
+def _sendable(text: str) -> bytes:
+    return text.encode("utf-8", "replace")  # a model can write half a surrogate pair
 
 
 def encoded(body: Any) -> str:

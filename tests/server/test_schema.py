@@ -12,12 +12,13 @@ from rewarm.errors import ContextExceeded, InvalidOption, NotReady, QueueFull
 from rewarm.options import ServerOptions
 from rewarm.prompt.chat import Chat
 from rewarm.prompt.messages import Part
-from rewarm.server.anthropic import chat as anthropic
+from rewarm.server.anthropic import parse as anthropic
+from rewarm.server.anthropic.blocks import content_blocks
 from rewarm.server.anthropic.parse import MessagesRequest
 from rewarm.server.anthropic.reply import usage as anthropic_usage
 from rewarm.server.errors import ApiError, as_api_error
 from rewarm.server.openai import parse as openai
-from rewarm.server.openai.parse import REFUSED, ChatRequest, CompletionRequest
+from rewarm.server.openai.parse import UNSUPPORTED, ChatRequest, CompletionRequest
 
 USER = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object"}}}
@@ -25,7 +26,7 @@ MARK = {"type": "ephemeral"}
 
 
 def openai_chat(**body: Any) -> Chat:
-    asked = openai.parse_chat(json.dumps({"messages": [USER], **body}).encode(), ServerOptions())
+    asked = ChatRequest.parse(json.dumps({"messages": [USER], **body}).encode(), ServerOptions())
     assert isinstance(asked.prompt, Chat)
     return asked.prompt
 
@@ -33,14 +34,14 @@ def openai_chat(**body: Any) -> Chat:
 def anthropic_chat(keep_billing_header: bool = False, **body: Any) -> Chat:
     whole = {"model": "m", "max_tokens": 5, "messages": [USER], **body}
     server = ServerOptions(keep_billing_header=keep_billing_header)
-    asked = anthropic.parse_message(json.dumps(whole).encode(), server)
+    asked = MessagesRequest.parse(json.dumps(whole).encode(), server)
     assert isinstance(asked.prompt, Chat)
     return asked.prompt
 
 
 def problem(schema: Any, **body: Any) -> ApiError:
     with pytest.raises((ValidationError, ApiError)) as found:
-        schema.model_validate_json(json.dumps(body))
+        schema.parse(json.dumps(body).encode(), ServerOptions())
     return as_api_error(found.value)
 
 
@@ -60,13 +61,13 @@ def test_an_image_is_refused_by_name() -> None:
     assert error.param == "messages.0.content.0.type"
 
 
-@pytest.mark.parametrize("field", sorted(REFUSED))
+@pytest.mark.parametrize("field", sorted(UNSUPPORTED))
 def test_a_field_that_would_change_the_answer_is_refused(field: str) -> None:
     error = problem(ChatRequest, messages=[USER], **{field: {"type": "something"}})
     assert (error.status, error.param) == (400, field)
     assert field in error.message
     openai_chat(**{field: None})
-    for harmless in REFUSED[field].harmless:
+    for harmless in UNSUPPORTED[field].harmless:
         openai_chat(**{field: harmless})
 
 
@@ -199,7 +200,7 @@ def test_nothing_is_put_between_the_blocks_of_an_answer() -> None:
 @pytest.mark.parametrize("arguments", ["[1]", "{", '{"at": NaN}', '{"at": 1e999}', "[" * 10**5])
 def test_a_call_is_a_block_whatever_a_model_wrote(arguments: str) -> None:
     call = {"id": "t1", "function": {"name": "tide", "arguments": arguments}}
-    (block,) = anthropic.content_blocks([Part("call", call=call), Part("text", " \n")])
+    (block,) = content_blocks([Part("call", call=call), Part("text", " \n")])
     assert block == {"type": "tool_use", "id": "t1", "name": "tide", "input": {}}
 
 

@@ -20,16 +20,15 @@ from rewarm.generate.generation import (
     RunFailed,
 )
 from rewarm.generate.options import GenerationOptions
-from rewarm.options import ServerOptions
 from rewarm.prompt.chat import Chat
 from rewarm.prompt.parse.answer import Answer
 from rewarm.prompt.parse.texts import TokenTexts
 from rewarm.prompt.render.renderer import Prompt
-from rewarm.server.anthropic.chat import parse_message
-from rewarm.server.anthropic.reply import MessageReply
+from rewarm.server.anthropic.parse import MessagesRequest
+from rewarm.server.anthropic.reply import MessagesDialect
 from rewarm.server.exchange import Exchange
-from rewarm.server.openai.parse import parse_chat
-from rewarm.server.openai.reply import ChatReply, finite
+from rewarm.server.openai.parse import ChatRequest
+from rewarm.server.openai.reply import ChatDialect, finite
 from rewarm.server.work import Work, data
 from rewarm.values import Cost, Match, Sampled
 from tests.servers import tool_tokenizer
@@ -62,7 +61,7 @@ async def no_send(message: Any) -> None: ...
 
 def work_of(**options: Any) -> tuple[Work, Run, Nobody]:
     nobody = Nobody()
-    exchange = Exchange("r", "/", "chat", no_send, lambda exchange, status: None)
+    exchange = Exchange("r", "chat", no_send, lambda exchange, status: None)
     given = GenerationOptions(stream=True, **options)
     chat = Chat([{"role": "user", "content": "Hello?"}])
     work = Work(chat, given, exchange=exchange, backend=nobody)  # type: ignore[arg-type]
@@ -141,11 +140,11 @@ def test_each_api_has_its_own_sign_of_life() -> None:
     async def run() -> None:
         work, _, _ = work_of()
         texts = TokenTexts(TOKENIZER)
-        chat = ChatReply(parse_chat(BODY, ServerOptions()), work, "m", texts)
+        chat = ChatDialect(ChatRequest.model_validate_json(BODY), work, "m", texts)
         assert chat.idle() == ": keep-alive\n\n"
         assert chat.events([Progress(0, 4, 10)]) == ": prefill 4/10\n\n"
         assert chat.idle() == ": prefill 4/10\n\n"
-        message = MessageReply(parse_message(BODY, ServerOptions()), work, "m", texts)
+        message = MessagesDialect(MessagesRequest.model_validate_json(BODY), work, "m", texts)
         # Before the message has started, only a comment is certain to be skipped.
         assert message.idle() == ": keep-alive\n\n"
         assert message.events([Progress(0, 4, 10)]).startswith("event: message_start\n")

@@ -1,6 +1,6 @@
 """The requests that run and that ran lately, and the prefixes that requests resumed from most.
 
-`Activity` lives on the event loop; every store here is bounded."""
+`Activity` belongs to the event loop. Everything here is bounded."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ import itertools
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import xxhash
 
 from rewarm.cache import PrefixCache
-from rewarm.generate.generation import Run
+from rewarm.generate.generation import Generation, Run
 from rewarm.values import Boundary, Tokens
 
-from ..dialect import cached_tokens, miss_object
-from ..exchange import Exchange
+from ..dialect import miss_object, token_figures
+from ..work import Work
 
 RECENT = 64
 FIRST_TOKENS = 512
 """Requests whose time to first token is remembered."""
 STEP = 10
-"""Seconds of a moment of the history."""
-MOMENTS = 90
-MOMENT_TIMES = 32
+"""Seconds of a slot of the history."""
+SLOTS = 90
+SLOT_TIMES = 32
+WINDOWS = {"minute": 60, "five_minutes": 300, "fifteen_minutes": 900}
+"""Seconds over which a hit rate is told."""
 
 HOTTEST = 128
 HOTTEST_TOKENS = 1_000_000
@@ -57,15 +59,36 @@ class Finished:
 
 
 @dataclass
-class Moment:
-    """A few seconds of the history."""
+class Totals:
+    """The figures of several requests together."""
 
-    at: int
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    replayed_tokens: int = 0
     generated_tokens: int = 0
+
+    def add(self, shown: dict[str, Any]) -> None:
+        self.requests += 1
+        self.prompt_tokens += shown["prompt_tokens"]
+        self.cached_tokens += shown["cached_tokens"]
+        self.replayed_tokens += shown["replayed_tokens"]
+        self.generated_tokens += shown["completion_tokens"]
+
+
+@dataclass
+class Slot:
+    """A few seconds of the history."""
+
+    at: int
+    totals: Totals = field(default_factory=Totals)
     first_tokens: list[float] = field(default_factory=list)
+
+    def shown(self) -> dict[str, Any]:
+        totals = vars(self.totals).copy()
+        del totals["replayed_tokens"]
+        times = {f"ttft_p{p}_ms": percentile(self.first_tokens, p) for p in (50, 99)}
+        return {"at": self.at, **totals, **times}
 
 
 class Activity:
@@ -73,85 +96,72 @@ class Activity:
 
     def __init__(self) -> None:
         self.started = time.time()
-        self.running: dict[int, Exchange] = {}
+        self.running: dict[Work, int] = {}
+        """Requests in flight, with their numbers."""
         self.recent: deque[Finished] = deque(maxlen=RECENT)
         self.first_tokens: deque[float] = deque(maxlen=FIRST_TOKENS)
-        self.history: deque[Moment] = deque(maxlen=MOMENTS)
-        self.total = Moment(0)
-        self.replayed_tokens = 0
+        self.history: deque[Slot] = deque(maxlen=SLOTS)
+        self.total = Totals()
         self.hottest = Hottest()
         self._numbers = itertools.count(1)
-        self._number_of: dict[Exchange, int] = {}
 
-    def began(self, exchange: Exchange) -> None:
-        number = next(self._numbers)
-        self.running[number] = exchange
-        self._number_of[exchange] = number
+    def began(self, work: Work) -> None:
+        self.running[work] = next(self._numbers)
 
-    def ended(self, exchange: Exchange, status: int) -> None:
-        number = self._number_of.pop(exchange, None)
-        if number is None or exchange.work is None:
-            return
-        del self.running[number]
-        work = exchange.work
-        costs = work.costs
+    def ended(self, work: Work, status: int) -> None:
+        """Remember a request that is over."""
+        exchange, costs, salt = work.exchange, work.costs, work.options.salt
         completion = sum(choice.tokens for choice in work.choices)
         now = time.time()
+        ttft = round(costs[0].ttft_ms, 3) if costs and completion else None
         shown = {
-            "number": number,
+            "number": self.running.pop(work),
             "own": True,
             "id": exchange.id,
             "ended": round(now, 3),
             "endpoint": exchange.endpoint,
             "status": status,
-            "prompt_tokens": sum(cost.match.tokens for cost in costs),
-            "cached_tokens": cached_tokens(work),
-            "replayed_tokens": sum(cost.replayed for cost in costs),
-            "prefilled_tokens": sum(cost.prefilled for cost in costs),
+            **token_figures(costs),
             "completion_tokens": completion,
-            "ttft_ms": round(costs[0].ttft_ms, 3) if costs and completion else None,
+            "ttft_ms": ttft,
             "total_ms": round((time.monotonic() - exchange.began) * 1e3, 3),
             "miss": miss_object(work),
         }
-        self.recent.append(Finished(exchange.salt, shown))
-        self._count(shown, int(now))
-        for run in work.runs:
-            self.hottest.resumed(run, exchange.salt)
-
-    def hit_rate(self, seconds: float) -> float | None:
-        """The share of the last seconds' prompt tokens that was not computed."""
-        since = time.time() - seconds
-        recent = [moment for moment in self.history if moment.at + STEP > since]
-        return share(sum(m.cached_tokens for m in recent), sum(m.prompt_tokens for m in recent))
-
-    def _count(self, shown: dict[str, Any], now: int) -> None:
-        at = now // STEP * STEP
+        self.recent.append(Finished(salt, shown))
+        at = int(now) // STEP * STEP
         if not self.history or self.history[-1].at < at:
-            self.history.append(Moment(at))
-        for moment in (self.history[-1], self.total):
-            moment.requests += 1
-            moment.prompt_tokens += shown["prompt_tokens"]
-            moment.cached_tokens += shown["cached_tokens"]
-            moment.generated_tokens += shown["completion_tokens"]
-        self.replayed_tokens += shown["replayed_tokens"]
-        if shown["ttft_ms"] is not None:
-            self.first_tokens.append(shown["ttft_ms"])
-            times = self.history[-1].first_tokens
-            if len(times) < MOMENT_TIMES:
-                times.append(shown["ttft_ms"])
+            self.history.append(Slot(at))
+        slot = self.history[-1]
+        self.total.add(shown)
+        slot.totals.add(shown)
+        if ttft is not None:
+            self.first_tokens.append(ttft)
+            if len(slot.first_tokens) < SLOT_TIMES:
+                slot.first_tokens.append(ttft)
+        for run in work.runs:
+            self.hottest.resumed(run, salt)
+
+    def hit_rates(self) -> dict[str, float | None]:
+        """The share of prompt tokens that was not computed, by window."""
+        since = time.time() - STEP
+        rates = {
+            name: share([slot.totals for slot in self.history if slot.at > since - seconds])
+            for name, seconds in WINDOWS.items()
+        }
+        return {**rates, "total": share([self.total])}
 
 
-def stage_of(exchange: Exchange) -> Stage:
-    work = exchange.work
-    if work is None or not work.runs:
-        return "waiting"
-    if any(choice.tokens for choice in work.choices):
+def stage_of(generation: Generation) -> Stage:
+    if any(choice.tokens for choice in generation.choices):
         return "decoding"
-    return "prefilling" if any(run.resumed is not None for run in work.runs) else "waiting"
+    resumed = any(run.resumed is not None for run in generation.runs)
+    return "prefilling" if resumed else "waiting"
 
 
-def share(part: int, whole: int) -> float | None:
-    return round(part / whole, 4) if whole else None
+def share(totals: Sequence[Totals]) -> float | None:
+    """The share of the prompt tokens that was not computed."""
+    whole = sum(t.prompt_tokens for t in totals)
+    return round(sum(t.cached_tokens for t in totals) / whole, 4) if whole else None
 
 
 def percentile(times: Sequence[float], percent: float) -> float | None:
@@ -195,18 +205,34 @@ class Prefix:
             self._label = ends[:LABEL] if short else f"{begins[:LABEL]} … {ends[-LABEL:]}"
         return self._label
 
+    def shown_to(self, salt: str | None, tokenizer: Any) -> dict[str, Any]:
+        own = self.salt == salt
+        return {
+            "tokens": self.tokens,
+            "hits": self.hits,
+            "bytes": self.nbytes,
+            "tier": self.tier,
+            "boundary": self.kind,
+            "idle_s": round(time.time() - self.used, 1),
+            "own": own,
+            "label": self.label(tokenizer) if own else None,
+        }
+
+
+Key = tuple[str | None, int]
+"""The salt of a prefix, and a hash of its tokens."""
+
 
 class Hottest:
-    """Bounded in number and in size. Safe to use from several threads."""
+    """The prefixes that were resumed from. Safe to use from several threads."""
 
-    def __init__(self, most: int = HOTTEST, most_tokens: int = HOTTEST_TOKENS) -> None:
-        self._most, self._most_tokens = most, most_tokens
-        self._prefixes: OrderedDict[tuple[str | None, int], Prefix] = OrderedDict()
+    def __init__(self) -> None:
+        self._prefixes: OrderedDict[Key, Prefix] = OrderedDict()
         self._tokens = 0
         self._lock = threading.Lock()
 
     def resumed(self, run: Run, salt: str | None) -> None:
-        """A request went on from what was stored."""
+        """Note the prefix that a prompt went on from, if there is one."""
         cost = run.cost
         if cost is None or not cost.match.resume:
             return
@@ -223,34 +249,29 @@ class Hottest:
             prefix.nbytes = cost.restored_bytes
             prefix.used = time.time()
             self._prefixes.move_to_end(key)
-            while len(self._prefixes) > self._most or self._tokens > self._most_tokens:
+            while len(self._prefixes) > HOTTEST or self._tokens > HOTTEST_TOKENS:
                 self._drop(next(iter(self._prefixes)))
 
-    def held(self, cache: PrefixCache, most: int) -> list[Prefix]:
-        """The prefixes that a request could still resume from; what is gone is forgotten.
-
-        May wait for the cache's lock."""
+    def held(self, cache: PrefixCache) -> Iterator[Prefix]:
+        """The prefixes that a request could still resume from, those hit most first. The others
+        are forgotten. This may wait for the cache's lock."""
         with self._lock:
             ranked = sorted(self._prefixes.items(), key=lambda i: (-i[1].hits, -i[1].used))
-        found: list[Prefix] = []
         for key, prefix in ranked:
-            if len(found) == most:
-                break
             match = cache.match(prefix.prompt, prefix.salt, prefix.boundaries)
-            if match.resume < prefix.tokens:
+            if match.resume == prefix.tokens:
+                prefix.tier = match.tier
+                yield prefix
+            else:
                 with self._lock:
                     self._drop(key)
-                continue
-            prefix.tier = match.tier
-            found.append(prefix)
-        return found
 
     def forget(self) -> None:
         with self._lock:
             self._prefixes.clear()
             self._tokens = 0
 
-    def _drop(self, key: tuple[str | None, int]) -> None:
+    def _drop(self, key: Key) -> None:
         prefix = self._prefixes.pop(key, None)
         if prefix is not None:
             self._tokens -= len(prefix.prompt)

@@ -1,8 +1,8 @@
 """Endpoints about the server itself.
 
-`GET /v1/live` is cheap enough to be asked for every second. What it and the tree show of prompts is
-the caller's own: of requests with the salt that is named in `X-Cache-Salt`, or of those without a
-salt where none is named."""
+`GET /v1/live` is cheap enough to be asked for every second. The words of prompts in it and in the
+tree are the caller's own: of requests with the salt that `X-Cache-Salt` names, or of those without
+a salt where it names none."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import contextlib
 import logging
 import re
 import time
+from itertools import islice
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,11 +24,10 @@ from rewarm.errors import CacheClosed, NotReady
 
 from ..backend import Backend, backend_of
 from ..errors import bad_request
-from ..exchange import Exchange, exchange_of
+from ..exchange import exchange_of
 from ..openapi import Endpoint
-from ..work import Json
-from . import page
-from .activity import STEP, Activity, Prefix, percentile, share, stage_of
+from ..work import Json, Work
+from .activity import STEP, percentile, stage_of
 from .tree_view import Wish
 
 log = logging.getLogger("rewarm")
@@ -35,14 +35,14 @@ log = logging.getLogger("rewarm")
 SALT_HEADER = "X-Cache-Salt"
 """Percent-encoded: a header holds no other letters than ASCII's."""
 SHOWN_HOTTEST = 10
-MOMENT = ("at", "requests", "prompt_tokens", "cached_tokens", "generated_tokens")
 SPAN = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 MOST_NODES = 2000
 NUMBERS = {"depth": (1, 10_000), "limit": (1, MOST_NODES), "offset": (0, 1 << 40)}
+"""Parameters of the tree, with the least and the greatest value."""
 
 
 def salt_of(request: Request) -> str | None:
-    """The salt whose words are asked for."""
+    """The salt of the requests whose words the caller may see."""
     return unquote(request.headers.get(SALT_HEADER, "")) or None
 
 
@@ -52,7 +52,7 @@ async def health(request: Request) -> Response:
     state = backend.engine.state
     if state == "ready":
         return Json({"status": "ready"})
-    # It may name a path; whoever has no key need not know that.
+    # It may name a path, which only those with the key may know.
     hidden = backend.options.api_key is not None
     detail = "the server's log says more" if hidden else backend.engine.detail
     return Json({"status": state, "detail": detail}, 503)
@@ -129,6 +129,7 @@ def _forget(backend: Backend, give_back: bool) -> None:
 
 
 def _wish(request: Request) -> Wish:
+    """The part of the tree that a request asks for."""
     asked = request.query_params
     unknown = sorted(asked.keys() - {"root", *NUMBERS})
     if unknown:
@@ -137,13 +138,12 @@ def _wish(request: Request) -> Wish:
         )
     numbers: dict[str, int] = {}
     for name, (least, most) in NUMBERS.items():
-        if name in asked:
-            value = asked[name]
-            if not re.fullmatch("[0-9]{1,18}", value) or not least <= int(value) <= most:
-                raise bad_request(
-                    f"{name}={value[:80]!r}: give a number from {least} to {most}", name
-                )
-            numbers[name] = int(value)
+        value = asked.get(name)
+        if value is None:
+            continue
+        if not re.fullmatch("[0-9]{1,18}", value) or not least <= int(value) <= most:
+            raise bad_request(f"{name}={value[:80]!r}: give a number from {least} to {most}", name)
+        numbers[name] = int(value)
     root = asked.get("root")
     if root is not None and not SPAN.fullmatch(root):
         raise bad_request(f"root={root[:80]!r}: give the id of a span of an earlier reply", "root")
@@ -162,45 +162,41 @@ async def live(request: Request) -> Response:
 def _happening(backend: Backend, salt: str | None) -> dict[str, Any]:
     """The part of the reply that the event loop knows."""
     activity, now = backend.activity, time.time()
-    total = activity.total
     return {
         "model": backend.options.model_name,
         "version": rewarm.__version__,
         "now": round(now, 3),
         "uptime_s": round(now - activity.started, 1),
         "state": backend.engine.state,
-        "requests": [_flight(n, e, salt) for n, e in activity.running.items()],
+        "requests": [_flight(work, n, salt) for work, n in activity.running.items()],
         "recent": [done.shown_to(salt) for done in reversed(activity.recent)],
-        "hit_rate": {
-            "minute": activity.hit_rate(60),
-            "five_minutes": activity.hit_rate(300),
-            "fifteen_minutes": activity.hit_rate(900),
-            "total": share(total.cached_tokens, total.prompt_tokens),
-        },
-        "totals": {
-            "requests": total.requests,
-            "prompt_tokens": total.prompt_tokens,
-            "cached_tokens": total.cached_tokens,
-            "replayed_tokens": activity.replayed_tokens,
-            "generated_tokens": total.generated_tokens,
-        },
+        "hit_rate": activity.hit_rates(),
+        "totals": vars(activity.total),
         "ttft_ms": {
             **{f"p{p}": percentile(activity.first_tokens, p) for p in (50, 90, 99)},
             "count": len(activity.first_tokens),
         },
-        "history": {"step_s": STEP, "slots": _slots(activity)},
+        "history": {"step_s": STEP, "slots": [slot.shown() for slot in activity.history]},
     }
 
 
-def _slots(activity: Activity) -> list[dict[str, Any]]:
-    return [
-        {
-            **{name: getattr(moment, name) for name in MOMENT},
-            "ttft_p50_ms": percentile(moment.first_tokens, 50),
-            "ttft_p99_ms": percentile(moment.first_tokens, 99),
-        }
-        for moment in activity.history
-    ]
+def _flight(work: Work, number: int, salt: str | None) -> dict[str, Any]:
+    """A request in flight."""
+    exchange, runs = work.exchange, work.runs
+    own = work.options.salt == salt
+    cached = sum(run.resumed or 0 for run in runs)
+    return {
+        "number": number,
+        "own": own,
+        "id": exchange.id if own else None,
+        "endpoint": exchange.endpoint,
+        "stage": stage_of(work),
+        "prompt_tokens": sum(len(run.prompt.tokens) for run in runs),
+        "cached_tokens": cached,
+        "prefilled_tokens": sum(run.position for run in runs) - cached,
+        "generated_tokens": sum(choice.tokens for choice in work.choices),
+        "age_ms": round((time.monotonic() - exchange.began) * 1e3, 1),
+    }
 
 
 def _held(backend: Backend, salt: str | None) -> dict[str, Any]:
@@ -208,10 +204,11 @@ def _held(backend: Backend, salt: str | None) -> dict[str, Any]:
     engine = backend.engine
     try:
         stats, cache = engine.stats(), engine.cache
-        hottest = backend.activity.hottest.held(cache, SHOWN_HOTTEST)
+        tokenizer = backend.generator.tokenizer
+        hottest = islice(backend.activity.hottest.held(cache), SHOWN_HOTTEST)
         shown = ("waiting", "prefilling", "decoding", "warm_waiting", "warm_tokens", "restarts")
         return {
-            "hottest": [_prefix(backend, prefix, salt) for prefix in hottest],
+            "hottest": [prefix.shown_to(salt, tokenizer) for prefix in hottest],
             "engine": {
                 **{name: getattr(stats, name) for name in shown},
                 "max_batch": engine.options.max_batch,
@@ -231,109 +228,63 @@ def _tiers(cache: PrefixCache) -> dict[str, Any]:
         for name, tier in stats.tiers.items()
     }
     for name, tier in stats.below.items():
-        tiers[name] |= {
-            "reads": tier.reads,
-            "written": tier.written,
-            "unwritten": tier.unwritten,
-            "evictions": sum(tier.evictions.values()),
-        }
+        more = {key: getattr(tier, key) for key in ("reads", "written", "unwritten")}
+        tiers[name] |= {**more, "evictions": sum(tier.evictions.values())}
     shown = ("entries", "checkpoints", "tokens", "hits", "misses", "evictions", "evicted", "leases")
     figures = {name: getattr(stats, name) for name in shown}
     return {"tiers": tiers, "cache": {"reuse": cache.reuse, **figures}}
 
 
-def _flight(number: int, exchange: Exchange, salt: str | None) -> dict[str, Any]:
-    runs = exchange.work.runs if exchange.work is not None else []
-    own = exchange.salt == salt
-    cached = sum(run.resumed or 0 for run in runs)
-    return {
-        "number": number,
-        "own": own,
-        "id": exchange.id if own else None,
-        "endpoint": exchange.endpoint,
-        "stage": stage_of(exchange),
-        "prompt_tokens": sum(len(run.prompt.tokens) for run in runs),
-        "cached_tokens": cached,
-        "prefilled_tokens": sum(run.position for run in runs) - cached,
-        "generated_tokens": sum(choice.tokens for run in runs for choice in run.choices),
-        "age_ms": round((time.monotonic() - exchange.began) * 1e3, 1),
-    }
+def _parameter(name: str, schema: dict[str, Any], place: str = "query", **more: Any) -> Any:
+    return {"name": name, "in": place, "schema": schema, **more}
 
 
-def _prefix(backend: Backend, prefix: Prefix, salt: str | None) -> dict[str, Any]:
-    own = prefix.salt == salt
-    return {
-        "tokens": prefix.tokens,
-        "hits": prefix.hits,
-        "bytes": prefix.nbytes,
-        "tier": prefix.tier,
-        "boundary": prefix.kind,
-        "idle_s": round(time.time() - prefix.used, 1),
-        "own": own,
-        "label": prefix.label(backend.generator.tokenizer) if own else None,
-    }
-
-
-def _query(name: str, schema: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"name": name, "in": "query", "schema": schema, **more}
-
+MODEL_PARAMETERS = [_parameter("name", {"type": "string"}, "path", required=True)]
+TREE_PARAMETERS = [
+    _parameter(
+        "root",
+        {"type": "string", "pattern": f"^{SPAN.pattern}$"},
+        description="The id of a span: only what is below it.",
+    ),
+    *(
+        _parameter(name, {"type": "integer", "minimum": least, "maximum": most})
+        for name, (least, most) in NUMBERS.items()
+    ),
+    _parameter(
+        SALT_HEADER,
+        {"type": "string"},
+        "header",
+        description="The salt, percent-encoded, whose words are shown; none: no salt.",
+    ),
+]
+CLEAR_PARAMETERS = [
+    _parameter(
+        "give_back",
+        {"type": "string", "enum": ["true", "false"], "default": "true"},
+        description="false: its memory stays for what comes next.",
+    )
+]
+DOWN = {"status": "", "detail": ""}
 
 ENDPOINTS = (
-    Endpoint("/health", health, head=True, statuses=(503,), error={"status": "", "detail": ""}),
-    Endpoint("/metrics", metrics, has=None),
-    Endpoint("/v1/models", models),
-    Endpoint(
-        "/v1/models/{name:path}",
-        model,
-        parameters=[{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
-    ),
+    Endpoint("/health", "health", health, methods=("GET", "HEAD"), statuses=(503,), error=DOWN),
+    Endpoint("/metrics", "metrics", metrics, replies={}),
+    Endpoint("/v1/models", "models", models),
+    Endpoint("/v1/models/{name:path}", "models", model, parameters=MODEL_PARAMETERS),
     Endpoint(
         "/v1/cache",
+        "cache",
         cache,
         statuses=(304, 400, 401, 404, 503),
-        parameters=[
-            _query(
-                "root",
-                {"type": "string", "pattern": f"^{SPAN.pattern}$"},
-                description="The id of a span: only what is below it.",
-            ),
-            *(
-                _query(name, {"type": "integer", "minimum": least, "maximum": most})
-                for name, (least, most) in NUMBERS.items()
-            ),
-            {
-                "name": SALT_HEADER,
-                "in": "header",
-                "description": "The salt, percent-encoded, whose words are shown; none: no salt.",
-                "schema": {"type": "string"},
-            },
-        ],
+        parameters=TREE_PARAMETERS,
     ),
     Endpoint(
         "/v1/cache",
+        "cache",
         clear,
-        method="DELETE",
+        methods=("DELETE",),
         statuses=(400, 401, 503),
-        parameters=[
-            _query(
-                "give_back",
-                {"type": "string", "enum": ["true", "false"], "default": "true"},
-                description="false: its memory stays for what comes next.",
-            )
-        ],
+        parameters=CLEAR_PARAMETERS,
     ),
-    Endpoint("/v1/live", live),
-    *(
-        Endpoint("/" if name == "index.html" else f"/page/{name}", page.send, head=True, summary="")
-        for name in page.FILES
-    ),
+    Endpoint("/v1/live", "live", live),
 )
-
-NAMES = {
-    "/": "page",
-    "/health": "health",
-    "/metrics": "metrics",
-    "/v1/cache": "cache",
-    "/v1/live": "live",
-    "/v1/models": "models",
-}

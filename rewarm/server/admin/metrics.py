@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -138,80 +138,72 @@ class _Now(Collector):
         return []  # so that registering does not ask an engine that is still loading
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(
-            "rewarm_ready", "1 where requests are answered.", float(self._engine.state == "ready")
-        )
+        yield _gauge("ready", "1 where requests are answered.", self._engine.state == "ready")
         try:
             yield from self._requests(self._engine.stats())
-            cache = self._engine.cache
-            stats = cache.stats()
-            yield from self._cache(stats)
+            stats = self._engine.cache.stats()
+            yield from _cache(stats)
             for name, tier in stats.below.items():
-                yield from self._tier(name, tier)
+                yield from _tier(name, tier)
         except (NotReady, CacheClosed):
             return
 
-    def _requests(self, engine: EngineStats) -> Iterator[Metric]:
-        stages = {name: getattr(engine, name) for name in ("waiting", "prefilling", "decoding")}
-        yield _gauge("engine_requests", "Sequences in the engine, by stage.", "stage", stages)
+    def _requests(self, stats: EngineStats) -> Iterator[Metric]:
+        stages = {name: getattr(stats, name) for name in ("waiting", "prefilling", "decoding")}
+        yield _gauge("engine_requests", "Sequences in the engine, by stage.", stages, "stage")
         options = self._engine.options
         limits = {"waiting": options.max_queue, "decoding": options.max_batch}
-        yield _gauge("engine_limit", "The most sequences in a stage.", "stage", limits)
-        yield CounterMetricFamily(
-            "rewarm_engine_prefilled_tokens",
+        yield _gauge("engine_limit", "The most sequences in a stage.", limits, "stage")
+        yield _counter(
+            "engine_prefilled_tokens",
             "Prompt tokens computed for requests, as they are computed.",
-            engine.prefilled_tokens,
+            stats.prefilled_tokens,
         )
-        yield CounterMetricFamily(
-            "rewarm_engine_restarts", "Turns that failed as a whole.", engine.restarts
-        )
-        yield GaugeMetricFamily(
-            "rewarm_warm_ahead_waiting", "Prompts to warm ahead.", engine.warm_waiting
-        )
-        yield CounterMetricFamily(
-            "rewarm_warm_ahead_tokens", "Tokens prefilled ahead of requests.", engine.warm_tokens
-        )
-
-    def _cache(self, stats: Stats) -> Iterator[Metric]:
-        sizes = GaugeMetricFamily(
-            "rewarm_cache_bytes", "Bytes held, by tier and kind.", labels=["tier", "kind"]
-        )
-        for tier, kinds in stats.bytes.items():
-            for kind, size in kinds.items():
-                sizes.add_metric([tier, kind], size)
-        yield sizes
-        budgets = {name: tier.budget for name, tier in stats.tiers.items()}
-        yield _gauge("cache_budget_bytes", "The most bytes that a tier holds.", "tier", budgets)
-        yield GaugeMetricFamily("rewarm_cache_entries", "Nodes of the tree.", stats.entries)
-        yield GaugeMetricFamily("rewarm_cache_checkpoints", "Checkpoints held.", stats.checkpoints)
-        yield GaugeMetricFamily("rewarm_cache_tokens", "Distinct tokens held.", stats.tokens)
-        yield GaugeMetricFamily("rewarm_cache_buffers", "Buffers of the device.", stats.buffers)
-        yield GaugeMetricFamily("rewarm_cache_leases", "Paths that are in use.", stats.leases)
-        yield CounterMetricFamily("rewarm_cache_hits", "Prompts resumed.", stats.hits)
-        yield CounterMetricFamily("rewarm_cache_misses", "Prompts begun anew.", stats.misses)
-        evictions = CounterMetricFamily(
-            "rewarm_cache_evictions", "What had to go, by tier and kind.", labels=["tier", "what"]
-        )
-        for name, held in stats.tiers.items():
-            for what, count in held.evictions.items():
-                evictions.add_metric([name, what], count)
-        yield evictions
-
-    def _tier(self, name: str, tier: TierStats) -> Iterator[Metric]:
-        yield CounterMetricFamily(f"rewarm_{name}_reads", "Spans brought up to memory.", tier.reads)
-        yield CounterMetricFamily(f"rewarm_{name}_written_bytes", "Bytes written.", tier.written)
-        yield GaugeMetricFamily(
-            f"rewarm_{name}_unwritten_bytes", "Bytes that wait to be written.", tier.unwritten
-        )
-        yield GaugeMetricFamily(
-            f"rewarm_{name}_paused",
-            "1 where the tier refused a moment ago.",
-            float(tier.paused),
+        yield _counter("engine_restarts", "Turns that failed as a whole.", stats.restarts)
+        yield _gauge("warm_ahead_waiting", "Prompts to warm ahead.", stats.warm_waiting)
+        yield _counter(
+            "warm_ahead_tokens", "Tokens prefilled ahead of requests.", stats.warm_tokens
         )
 
 
-def _gauge(name: str, help: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
-    gauge = GaugeMetricFamily(f"rewarm_{name}", help, labels=[label])
-    for value, number in values.items():
-        gauge.add_metric([value], number)
-    return gauge
+def _cache(stats: Stats) -> Iterator[Metric]:
+    tiers = stats.tiers.items()
+    held = {(name, kind): size for name, tier in tiers for kind, size in tier.kinds.items()}
+    yield _gauge("cache_bytes", "Bytes held, by tier and kind.", held, "tier", "kind")
+    budgets = {name: tier.budget for name, tier in tiers}
+    yield _gauge("cache_budget_bytes", "The most bytes that a tier holds.", budgets, "tier")
+    yield _gauge("cache_entries", "Nodes of the tree.", stats.entries)
+    yield _gauge("cache_checkpoints", "Checkpoints held.", stats.checkpoints)
+    yield _gauge("cache_tokens", "Distinct tokens held.", stats.tokens)
+    yield _gauge("cache_buffers", "Buffers of the device.", stats.buffers)
+    yield _gauge("cache_leases", "Paths that are in use.", stats.leases)
+    yield _counter("cache_hits", "Prompts resumed.", stats.hits)
+    yield _counter("cache_misses", "Prompts begun anew.", stats.misses)
+    gone = {(name, what): count for name, tier in tiers for what, count in tier.evictions.items()}
+    yield _counter("cache_evictions", "What had to go, by tier and kind.", gone, "tier", "what")
+
+
+def _tier(name: str, tier: TierStats) -> Iterator[Metric]:
+    yield _counter(f"{name}_reads", "Spans brought up to memory.", tier.reads)
+    yield _counter(f"{name}_written_bytes", "Bytes written.", tier.written)
+    yield _gauge(f"{name}_unwritten_bytes", "Bytes that wait to be written.", tier.unwritten)
+    yield _gauge(f"{name}_paused", "1 where the tier refused a moment ago.", tier.paused)
+
+
+Values = float | Mapping[str, float] | Mapping[tuple[str, str], float]
+"""One value, or one for each value of the labels."""
+
+
+def _gauge(name: str, help: str, values: Values, *labels: str) -> Metric:
+    return _filled(GaugeMetricFamily(f"rewarm_{name}", help, labels=labels), values)
+
+
+def _counter(name: str, help: str, values: Values, *labels: str) -> Metric:
+    return _filled(CounterMetricFamily(f"rewarm_{name}", help, labels=labels), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
+    each = values.items() if isinstance(values, Mapping) else [((), values)]
+    for label, value in each:
+        family.add_metric([label] if isinstance(label, str) else label, float(value))
+    return family

@@ -1,123 +1,83 @@
-"""Anthropic's requests."""
+"""Anthropic's requests, and the chats that they are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ..errors import bad_request
+from rewarm.generate.options import RETURNING, GenerationOptions
+from rewarm.options import ServerOptions
+from rewarm.prompt.chat import Chat
+from rewarm.prompt.messages import tool_message
+from rewarm.values import Message
+
+from ..errors import ApiError, bad_request
 from ..fields import (
     MOST_TOKENS,
     Body,
     Fraction,
-    Refused,
+    ParsedRequest,
+    RequestBody,
     Salt,
     StopText,
     Temperature,
     TokenCount,
-    one_of,
+    Unsupported,
+    chosen_tools,
     refuse,
+    sampling_of,
+    thinking_options,
+)
+from .blocks import (
+    AnthropicMessage,
+    AnthropicTool,
+    CacheControl,
+    ContentBlock,
+    TextBlock,
+    is_marked,
+    message_of,
+    returned,
 )
 
 MOST_MARKS = 4
-CONSTRAINED = Refused("answers cannot be constrained to a schema; leave it out")
-REFUSED = {
-    "mcp_servers": Refused("this server calls no tools itself; leave it out", ([],)),
-    "container": Refused("this server runs no containers; leave it out"),
+CONSTRAINED = Unsupported("answers cannot be constrained to a schema; leave it out")
+UNSUPPORTED = {
+    "mcp_servers": Unsupported("this server calls no tools itself; leave it out", ([],)),
+    "container": Unsupported("this server runs no containers; leave it out"),
     "output_format": CONSTRAINED,
-    "compaction": Refused("leave it out"),
-    "thread": Refused("send the whole conversation in messages"),
-    "fallbacks": Refused("one model is loaded; leave it out", ([],)),
+    "compaction": Unsupported("leave it out"),
+    "thread": Unsupported("send the whole conversation in messages"),
+    "fallbacks": Unsupported("one model is loaded; leave it out", ([],)),
 }
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+CHOICES = {"any": "required", "tool": "required", "auto": "auto", "none": "none"}
+"""The modes of `chosen_tools`, by Anthropic's names."""
+
+BILLING_HEADER = "x-anthropic-billing-header:"
+SYSTEM_AND_TOOLS = -1
+"""The mark after system and tools."""
 
 
-class CacheControl(Body):
-    """A wish for a checkpoint."""
-
-    type: Literal["ephemeral"] = "ephemeral"
-    ttl: Literal["5m", "1h"] | None = None
-
-
-class Block(Body):
-    cache_control: CacheControl | None = None
-
-
-class TextBlock(Block):
-    type: one_of("text", advice="this server reads text only")  # type: ignore[valid-type]
-    text: str
-
-
-class ContentBlock(Block):
-    """Any block of a message; which fields it needs depends on its type."""
-
-    type: one_of(  # type: ignore[valid-type]
-        "text",
-        "thinking",
-        "redacted_thinking",
-        "tool_use",
-        "tool_result",
-        advice="this server reads text, thinking, tool_use and tool_result blocks",
-    )
-    text: str | None = None
-    thinking: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: str | list[TextBlock] | None = None
-    is_error: bool | None = None
-
-    @model_validator(mode="after")
-    def _complete(self) -> ContentBlock:
-        needed = {
-            "text": ("text",),
-            "thinking": ("thinking",),
-            "tool_use": ("id", "name", "input"),
-            "tool_result": ("tool_use_id",),
-        }
-        for name in needed.get(str(self.type), ()):
-            if getattr(self, name) is None:
-                raise ValueError(f"a {self.type} block needs {name!r}")
-        return self
-
-
-class AnthropicMessage(Body):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[ContentBlock]
-
-    @property
-    def blocks(self) -> list[ContentBlock]:
-        if isinstance(self.content, str):
-            return [ContentBlock(type="text", text=self.content)]
-        return self.content
-
-
-class AnthropicTool(Block):
-    name: Annotated[str, Field(min_length=1)]
-    type: one_of("custom", advice="this server has no tools of its own") | None = None  # type: ignore[valid-type]
-    description: str | None = None
-    input_schema: dict[str, Any]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _not_a_server_tool(cls, given: Any) -> Any:
-        """Before a missing input_schema is complained of, which such a tool has not."""
-        if isinstance(given, dict) and given.get("type") not in (None, "custom"):
-            raise ValueError(
-                f"tools of type {str(given['type'])[:40]!r} are not supported: this server has no "
-                "tools of its own; describe yours with an input_schema"
-            )
-        return given
-
-
-class ToolChoice(Body):
+class AnthropicToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
-    def _named(self) -> ToolChoice:
+    def _named(self) -> AnthropicToolChoice:
         if self.type == "tool" and self.name is None:
             raise ValueError('tool_choice of type "tool" needs a name')
         return self
@@ -137,14 +97,14 @@ class OutputConfig(Body):
         return self
 
 
-class CountRequest(Body):
+class CountRequest(RequestBody):
     """The part of a request that makes its prompt."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[AnthropicTool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
@@ -152,7 +112,7 @@ class CountRequest(Body):
 
     @model_validator(mode="after")
     def _supported(self) -> CountRequest:
-        refuse(self.model_extra, REFUSED)
+        refuse(self.model_extra, UNSUPPORTED)
         for edit in (self.context_management or {}).get("edits") or ():
             kind = str(edit.get("type")) if isinstance(edit, dict) else str(edit)
             # Old thinking is the template's to keep or to drop.
@@ -161,23 +121,65 @@ class CountRequest(Body):
                     f"context_management: {kind[:40]!r} is not supported; leave it out",
                     "context_management",
                 )
-        marks = self.marks
-        if len(marks) > MOST_MARKS:
+        if len(self.marks) > MOST_MARKS:
             raise bad_request(
-                f"cache_control is set {len(marks)} times: at most {MOST_MARKS} are allowed",
+                f"cache_control is set {len(self.marks)} times: at most {MOST_MARKS} are allowed",
                 "cache_control",
             )
-        if not self.tools and self.tool_choice and self.tool_choice.type in ("any", "tool"):
-            raise bad_request("tool_choice needs tools", "tool_choice")
         return self
 
     @property
     def marks(self) -> list[CacheControl]:
-        blocks: list[Block | CountRequest] = [self, *(self.tools or ())]
-        blocks += self.system if isinstance(self.system, list) else ()
+        marked = [self.cache_control, *(tool.cache_control for tool in self.tools or ())]
+        for content in (self.system, *(message.content for message in self.messages)):
+            if isinstance(content, list):
+                marked += [block.cache_control for block in content]
+        return [mark for mark in marked if mark is not None]
+
+    def parsed(self, server: ServerOptions) -> ParsedRequest:
+        return ParsedRequest(self.chat(server), GenerationOptions(), self)
+
+    def chat(self, server: ServerOptions) -> Chat:
+        """The canonical chat."""
+        told = Conversation()
+        system = self._system(server.keep_billing_header)
+        if system is not None:
+            told.messages.append({"role": "system", "content": system})
+        if is_marked(self.tools) or (isinstance(self.system, list) and is_marked(self.system)):
+            told.marked.add(SYSTEM_AND_TOOLS)
         for message in self.messages:
-            blocks += message.content if isinstance(message.content, list) else ()
-        return [block.cache_control for block in blocks if block.cache_control is not None]
+            told.read(message.role, message.blocks)
+        if self.cache_control is not None:
+            told.marked.add(len(told.messages) - 1)
+        functions = [tool.as_function() for tool in self.tools or ()]
+        asked = self.tool_choice
+        name = asked.name if asked and asked.type == "tool" else None
+        choice = chosen_tools(functions, CHOICES[asked.type] if asked else "auto", name)
+        continues = self.messages[-1].role == "assistant"
+        if continues and told.messages[-1].get("tool_calls"):
+            raise bad_request(
+                "the last message calls tools: send their results after it", "messages"
+            )
+        return Chat(
+            messages=told.messages,
+            returned=returned,
+            tools=choice.tools,
+            template=thinking_options(
+                self.output_config.effort if self.output_config else None,
+                self.thinking.type != "disabled" if self.thinking else None,
+            ),
+            continue_final=continues,
+            marked=tuple(sorted(told.marked)),
+            must_call=choice.must_call,
+        )
+
+    def _system(self, keep_billing_header: bool) -> str | None:
+        if self.system is None:
+            return None
+        given = [self.system] if isinstance(self.system, str) else [b.text for b in self.system]
+        if not keep_billing_header and given:
+            given[0] = without_billing_header(given[0])
+        return "\n\n".join(filter(None, given)) or None
 
 
 class MessagesRequest(CountRequest):
@@ -189,3 +191,72 @@ class MessagesRequest(CountRequest):
     top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
     metadata: dict[str, Any] | None = None
     cache_salt: Salt | None = None
+
+    def parsed(self, server: ServerOptions) -> ParsedRequest:
+        choice = self.tool_choice
+        options = GenerationOptions(
+            max_tokens=self.max_tokens,
+            sampling=sampling_of(self),
+            stop=tuple(self.stop_sequences or ()),
+            one_call=bool(choice and choice.disable_parallel_tool_use),
+            salt=self.cache_salt,
+            hint=RETURNING if any(mark.ttl == "1h" for mark in self.marks) else 1.0,
+            stream=bool(self.stream),
+        )
+        return ParsedRequest(self.chat(server), options, self)
+
+
+@dataclass
+class Conversation:
+    """Canonical messages, as they are read from blocks."""
+
+    messages: list[Message] = field(default_factory=list)
+    marked: set[int] = field(default_factory=set)
+    """Messages with a `cache_control` mark."""
+    names: dict[str, str] = field(default_factory=dict)
+    """The tools that were called, by the id of the call."""
+
+    def read(self, role: str, blocks: Sequence[ContentBlock]) -> None:
+        if role == "assistant":
+            message = message_of(blocks)
+            for call in message.get("tool_calls", ()):
+                self.names[call["id"]] = call["function"]["name"]
+            return self._add(message, blocks)
+        # Results become messages of their own, before what the user says beside them.
+        texts = []
+        for block in blocks:
+            if block.type == "tool_result":
+                call_id = block.tool_use_id or ""
+                self._add(tool_message(block.result, call_id, self.names.get(call_id)), [block])
+            elif block.type == "text":
+                texts.append(block)
+            else:
+                raise bad_request(
+                    f"a {block.type} block belongs into an assistant message", "messages"
+                )
+        if texts or not blocks:
+            text = "\n".join(block.text or "" for block in texts)
+            self._add({"role": role, "content": text}, texts)
+
+    def _add(self, message: Message, blocks: Sequence[ContentBlock]) -> None:
+        if is_marked(blocks):
+            self.marked.add(len(self.messages))
+        self.messages.append(message)
+
+
+def without_billing_header(system: str) -> str:
+    """A system prompt without a coding agent's first line, which differs in every request: with it,
+    no two prompts begin alike."""
+    if not system.startswith(BILLING_HEADER):
+        return system
+    return system.partition("\n")[2].lstrip("\n")
+
+
+def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
+    """The body of an error."""
+    kind = ERROR_TYPES.get(error.status, "api_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": error.message},
+        "request_id": request_id,
+    }

@@ -10,11 +10,11 @@ from typing import Any
 from rewarm.generate.generation import Choice, Delta, Progress
 from rewarm.prompt.messages import Part
 
-from ..dialect import KEEP_ALIVE, Dialect, ReplyWriter, cached_tokens, rewarm_object
+from ..dialect import KEEP_ALIVE, Dialect, cached_tokens, rewarm_object
 from ..errors import ApiError
 from ..work import data, encoded
-from .chat import SIGNATURE, block_of, content_blocks, error_body, is_block, parse_message
-from .parse import MessagesRequest
+from .blocks import SIGNATURE, block_of, content_blocks, is_block
+from .parse import MessagesRequest, error_body
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 
@@ -52,8 +52,16 @@ def stop_of(choice: Choice) -> dict[str, Any]:
 
 
 @dataclass
-class MessageReply(ReplyWriter):
+class MessagesDialect(Dialect):
     """The message begins when the prefill does: only then is known what the cache gave."""
+
+    path = "/v1/messages"
+    name = "messages"
+    tag = "Anthropic"
+    summary = "Answer a conversation."
+    schema = MessagesRequest
+    reply_fields = (*("id", "type", "role", "model", "content", "stop_reason", "usage", "rewarm"),)
+    error_body = error_body
 
     _started: bool = False
     _index: int = -1
@@ -105,7 +113,7 @@ class MessageReply(ReplyWriter):
             "id": f"msg_{uuid.uuid4().hex[:24]}",
             "type": "message",
             "role": "assistant",
-            "model": self.asked.body.model,
+            "model": self.body.model,
             "content": content,
             **stop,
         }
@@ -169,16 +177,3 @@ def _content(block: dict[str, Any]) -> dict[str, Any]:
     if block["type"] == "thinking":
         return {"type": "thinking_delta", "thinking": block["thinking"]}
     return {"type": "text_delta", "text": block["text"]}
-
-
-MESSAGES = Dialect(
-    path="/v1/messages",
-    name="messages",
-    tag="Anthropic",
-    summary="Answer a conversation.",
-    schema=MessagesRequest,
-    parse=parse_message,
-    reply=MessageReply,
-    error=error_body,
-    has=("id", "type", "role", "model", "content", "stop_reason", "usage", "rewarm"),
-)

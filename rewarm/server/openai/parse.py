@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from rewarm.generate.options import RETURNING, GenerationOptions
 from rewarm.options import ServerOptions
@@ -15,75 +20,78 @@ from rewarm.values import Message
 
 from ..errors import ApiError, bad_request
 from ..fields import (
-    Asked,
+    MOST_TOKENS,
     Body,
     Effort,
-    Refused,
-    Sampled,
+    Fraction,
+    ParsedRequest,
+    Penalty,
+    RequestBody,
+    Salt,
+    Seed,
     StopText,
+    Temperature,
     TemplateOptions,
     TokenCount,
+    Unsupported,
+    chosen_tools,
     one_of,
     refuse,
+    sampling_of,
     thinking_options,
 )
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions."""
 
-CONSTRAINED = Refused("answers cannot be constrained to a grammar or schema; leave it out")
-OTHER_SAMPLING = Refused("this way of sampling is not built in; leave it out", (0, 0.0, False, []))
-REFUSED_IN_MESSAGES = {
-    "function_call": Refused("use tool_calls"),
-    "audio": Refused("this server reads text only"),
-}
-NO_SEARCH = Refused("this server has no tools of its own; leave it out")
-REFUSED = {
-    "functions": Refused("use tools", ([],)),
-    "function_call": Refused("use tool_choice"),
+NOT_BUILT_IN = "this way of sampling is not built in; leave it out"
+NO_SEARCH = Unsupported("this server has no tools of its own; leave it out")
+UNSUPPORTED = {
+    **dict.fromkeys(
+        ("structured_outputs", "grammar", "json_schema", "regex"),
+        Unsupported("answers cannot be constrained to a grammar or schema; leave it out"),
+    ),
+    **dict.fromkeys(
+        (
+            *("use_beam_search", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
+            *("prompt_logprobs", "truncate_prompt_tokens", "logits_processors", "dry_multiplier"),
+            *("repetition_context_size", "xtc_probability", "mirostat"),
+        ),
+        Unsupported(NOT_BUILT_IN, (0, 0.0, False, [])),
+    ),
+    "typical_p": Unsupported(NOT_BUILT_IN, (1, 1.0)),
+    "functions": Unsupported("use tools", ([],)),
+    "function_call": Unsupported("use tool_choice"),
     "web_search_options": NO_SEARCH,
-    "audio": Refused("this server writes text only"),
-    "modalities": Refused(
+    "moderation": NO_SEARCH,
+    "audio": Unsupported("this server writes text only"),
+    "modalities": Unsupported(
         'this server writes text only: leave it out or send ["text"]', (["text"],)
     ),
-    "prediction": Refused("leave it out"),
-    "moderation": NO_SEARCH,
-    "response_format": Refused(
+    "prediction": Unsupported("leave it out"),
+    "response_format": Unsupported(
         'answers cannot be constrained yet: leave it out or send {"type": "text"}',
         ({"type": "text"},),
     ),
-    "structured_outputs": CONSTRAINED,
-    "grammar": CONSTRAINED,
-    "json_schema": CONSTRAINED,
-    "regex": CONSTRAINED,
-    "verbosity": Refused("ask for it in a message", ("medium",)),
-    "thinking": Refused("use reasoning_effort or enable_thinking"),
-    "chat_template": Refused("the model's own template is used"),
-    "documents": Refused("put them into a message", ([],)),
-    "add_generation_prompt": Refused("an answer always begins a message", (True,)),
-    "suffix": Refused("text can be continued at its end only", ("",)),
-    "best_of": Refused("use n", (1,)),
-    "adapters": Refused("an adapter is chosen when the server starts"),
-    "use_beam_search": OTHER_SAMPLING,
-    "min_tokens": OTHER_SAMPLING,
-    "ignore_eos": OTHER_SAMPLING,
-    "stop_token_ids": Refused("use stop", ([],)),
-    "bad_words": Refused("use logit_bias", ([],)),
-    "allowed_token_ids": Refused("use logit_bias", ([],)),
-    "include_stop_str_in_output": OTHER_SAMPLING,
-    "prompt_logprobs": OTHER_SAMPLING,
-    "truncate_prompt_tokens": OTHER_SAMPLING,
-    "logits_processors": OTHER_SAMPLING,
-    "repetition_context_size": OTHER_SAMPLING,
-    "typical_p": Refused(OTHER_SAMPLING.advice, (1, 1.0)),
-    "xtc_probability": OTHER_SAMPLING,
-    "mirostat": OTHER_SAMPLING,
-    "dry_multiplier": OTHER_SAMPLING,
+    "verbosity": Unsupported("ask for it in a message", ("medium",)),
+    "thinking": Unsupported("use reasoning_effort or enable_thinking"),
+    "chat_template": Unsupported("the model's own template is used"),
+    "documents": Unsupported("put them into a message", ([],)),
+    "add_generation_prompt": Unsupported("an answer always begins a message", (True,)),
+    "suffix": Unsupported("text can be continued at its end only", ("",)),
+    "best_of": Unsupported("use n", (1,)),
+    "adapters": Unsupported("an adapter is chosen when the server starts"),
+    "stop_token_ids": Unsupported("use stop", ([],)),
+    "bad_words": Unsupported("use logit_bias", ([],)),
+    "allowed_token_ids": Unsupported("use logit_bias", ([],)),
 }
+UNSUPPORTED_IN_CONTINUED = {k: v for k, v in UNSUPPORTED.items() if k != "add_generation_prompt"}
+"""An answer that goes on has no generation prompt."""
 
-
-REFUSED_IN_CONTINUED = {k: v for k, v in REFUSED.items() if k != "add_generation_prompt"}
-"""There is none where an answer goes on."""
+UNSUPPORTED_IN_MESSAGES = {
+    "function_call": Unsupported("use tool_calls"),
+    "audio": Unsupported("this server reads text only"),
+}
 
 
 class TextPart(Body):
@@ -93,13 +101,13 @@ class TextPart(Body):
 
     @model_validator(mode="after")
     def _has_its_text(self) -> TextPart:
-        if getattr(self, str(self.type)) is None:
+        if self.words is None:
             raise ValueError(f"a {self.type} part needs {self.type!r}")
         return self
 
     @property
-    def words(self) -> str:
-        return self.text if self.type == "text" and self.text is not None else self.refusal or ""
+    def words(self) -> str | None:
+        return self.text if self.type == "text" else self.refusal
 
 
 class Function(Body):
@@ -130,80 +138,50 @@ class ChatMessage(Body):
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
-        refuse(self.model_extra, REFUSED_IN_MESSAGES)
+        refuse(self.model_extra, UNSUPPORTED_IN_MESSAGES)
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a {self.role} message needs content")
         return self
 
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.words for part in self.content)
-        return self.content or ""
-
     def as_message(self) -> Message:
+        """The canonical message."""
+        text = self.content or ""
+        if not isinstance(text, str):
+            text = "".join(part.words or "" for part in text)
         if self.role == "tool":
-            return tool_message(self.text, self.tool_call_id, self.name)
+            return tool_message(text, self.tool_call_id, self.name)
         if self.role == "assistant":
             calls = [call.as_call() for call in self.tool_calls or ()]
-            message = assistant_message(
-                self.text, self.reasoning_content or self.reasoning or "", calls
-            )
+            message = assistant_message(text, self.reasoning_content or self.reasoning or "", calls)
         else:
-            message = {"role": self.role, "content": self.text}
+            message = {"role": self.role, "content": text}
         if self.name is not None:
             message["name"] = self.name
         return message
-
-
-def _function_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise ValueError(f'tools of type {tool.get("type")!r} are not supported: use "function"')
-    function = tool.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError("a tool needs a function with a name")
-    return tool
-
-
-# Kept as it was sent: its order of keys is what the model reads.
-Tool = Annotated[
-    dict[str, Any],
-    AfterValidator(_function_tool),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "required": ["type", "function"],
-            "properties": {
-                "type": {"const": "function"},
-                "function": {
-                    "type": "object",
-                    "required": ["name"],
-                    "properties": {
-                        "name": {"type": "string"},
-                        "description": {"type": "string"},
-                        "parameters": {"type": "object"},
-                    },
-                },
-            },
-        }
-    ),
-]
 
 
 class NamedFunction(Body):
     name: str
 
 
-class NamedTool(Body):
+class FunctionTool(Body):
     type: Literal["function"]
     function: NamedFunction
+
+
+def _checked_tool(tool: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Check a tool and keep it as it was sent: its order of keys is what the model reads."""
+    if isinstance(tool, dict) and tool.get("type") != "function":
+        raise ValueError(f'tools of type {tool.get("type")!r} are not supported: use "function"')
+    check(tool)
+    return tool
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class OpenAIRequest(Sampled):
+class OpenAIRequest(RequestBody):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -212,15 +190,39 @@ class OpenAIRequest(Sampled):
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
+    temperature: Temperature | None = None
+    top_p: Fraction | None = None
+    top_k: (
+        Annotated[int, Field(ge=-1, le=MOST_TOKENS), AfterValidator(lambda k: max(0, k))] | None
+    ) = None
+    min_p: Fraction | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: (
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern="^[0-9]{1,9}$")],
+                Annotated[float, Field(ge=-100, le=100)],
+            ],
+            Field(max_length=4096),
+            AfterValidator(lambda biases: {int(token): bias for token, bias in biases.items()}),
+        ]
+        | None
+    ) = None
+    seed: Seed | None = None
+    cache_salt: Salt | None = None
+    """Prompts with different salts share nothing."""
 
     @model_validator(mode="after")
     def _supported(self) -> OpenAIRequest:
-        refuse(self.model_extra, self.refused)
+        refuse(self.model_extra, UNSUPPORTED_IN_CONTINUED if self.continues else UNSUPPORTED)
         return self
 
     @property
-    def refused(self) -> Mapping[str, Refused]:
-        return REFUSED
+    def continues(self) -> bool:
+        """The answer goes on with the last message."""
+        return False
 
     @property
     def usage_in_stream(self) -> bool:
@@ -231,7 +233,7 @@ class OpenAIRequest(Sampled):
     ) -> GenerationOptions:
         return GenerationOptions(
             max_tokens=max_tokens,
-            sampling=self.sampling(),
+            sampling=sampling_of(self),
             n=self.n or 1,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             top_logprobs=top_logprobs,
@@ -245,8 +247,8 @@ class OpenAIRequest(Sampled):
 class ChatRequest(OpenAIRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: TokenCount | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: list[Annotated[FunctionTool, WrapValidator(_checked_tool)]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionTool | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -263,8 +265,6 @@ class ChatRequest(OpenAIRequest):
             raise bad_request("only a last message of the assistant can be continued", "messages")
         if self.continues and self.messages[-1].tool_calls:
             raise bad_request("a message with tool calls cannot be continued", "messages")
-        if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise bad_request("tool_choice needs tools", "tool_choice")
         return self
 
     @property
@@ -272,48 +272,37 @@ class ChatRequest(OpenAIRequest):
         last = self.messages[-1]
         return bool(self.continue_final_message or last.prefix or last.partial)
 
-    @property
-    def refused(self) -> Mapping[str, Refused]:
-        return REFUSED_IN_CONTINUED if self.continues else REFUSED
-
-    def chat(self) -> Chat:
-        tools, must_call = self._shown()
+    def parsed(self, server: ServerOptions) -> ParsedRequest:
+        given = self.tool_choice or "auto"
+        mode, name = (given, None) if isinstance(given, str) else ("required", given.function.name)
+        choice = chosen_tools(self.tools, mode, name)
         template = thinking_options(self.reasoning_effort, self.enable_thinking)
         template.update(self.chat_template_kwargs or ())
-        return Chat(
+        chat = Chat(
             messages=[message.as_message() for message in self.messages],
-            tools=tools,
+            tools=choice.tools,
             template=template,
             continue_final=self.continues,
-            must_call=must_call,
+            must_call=choice.must_call,
         )
-
-    def _shown(self) -> tuple[list[dict[str, Any]] | None, bool]:
-        """The tools that the model is shown; true where it has to call one."""
-        if not self.tools or self.tool_choice == "none":
-            return None, False
-        if not isinstance(self.tool_choice, NamedTool):
-            return self.tools, self.tool_choice == "required"
-        name = self.tool_choice.function.name
-        named = [tool for tool in self.tools if tool["function"]["name"] == name]
-        if not named:
-            raise bad_request(
-                f"tool_choice: there is no tool {name[:80]!r} in tools", "tool_choice"
-            )
-        return named[:1], True
+        options = self.options(
+            self.max_completion_tokens or self.max_tokens,
+            (self.top_logprobs or 0) if self.logprobs else None,
+            one_call=self.parallel_tool_calls is False,
+        )
+        return ParsedRequest(chat, options, self)
 
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[Token], Field(min_length=1)]
 
 
 class CompletionRequest(OpenAIRequest):
     prompt: (
         str
-        | Annotated[list[Token], Field(min_length=1)]
+        | Tokens
         | Annotated[list[str], Field(min_length=1, max_length=64)]
-        | Annotated[
-            list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=64)
-        ]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=64)]
     )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -326,32 +315,17 @@ class CompletionRequest(OpenAIRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 
-
-def parse_chat(
-    body: bytes, server: ServerOptions, schema: type[ChatRequest] = ChatRequest
-) -> Asked:
-    asked = schema.model_validate_json(body)
-    limit = asked.max_completion_tokens or asked.max_tokens
-    top_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    options = asked.options(limit, top_logprobs, asked.parallel_tool_calls is False)
-    return Asked(asked.chat(), options, asked)
-
-
-def parse_completion(
-    body: bytes, server: ServerOptions, schema: type[CompletionRequest] = CompletionRequest
-) -> Asked:
-    asked = schema.model_validate_json(body)
-    options = asked.options(asked.max_tokens or COMPLETION_TOKENS, asked.logprobs)
-    return Asked(Text(asked.prompts, bool(asked.echo)), options, asked)
+    def parsed(self, server: ServerOptions) -> ParsedRequest:
+        options = self.options(self.max_tokens or COMPLETION_TOKENS, self.logprobs)
+        return ParsedRequest(Text(self.prompts, bool(self.echo)), options, self)
 
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
+    """The body of an error."""
     if error.status == 429:
         kind = "rate_limit_error"
     else:

@@ -7,23 +7,17 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import rewarm
 from rewarm.generate.generation import Choice, Delta, Ended, Generation, Progress
 from rewarm.prompt.parse.texts import TokenTexts
 from rewarm.values import Sampled
 
-from ..dialect import KEEP_ALIVE, Dialect, ReplyWriter, cached_tokens, rewarm_object
+from ..dialect import KEEP_ALIVE, Dialect, cached_tokens, rewarm_object
 from ..errors import ApiError
 from ..work import data
-from .parse import (
-    ChatRequest,
-    CompletionRequest,
-    error_body,
-    parse_chat,
-    parse_completion,
-)
+from .parse import ChatRequest, CompletionRequest, error_body
 
 DONE = "data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
@@ -57,22 +51,27 @@ def finite(logprob: float | None) -> float:
 
 
 @dataclass
-class OpenAIReply(ReplyWriter):
+class OpenAIDialect(Dialect):
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     _progress: Progress | None = None
     _held: dict[str, Any] | None = None
     """The last chunk with a finish reason, held back until it is known whether it is the last."""
 
-    prefix = "chatcmpl"
-    kind = "chat.completion"
-    chunk = "chat.completion.chunk"
+    tag = "OpenAI"
+    reply_fields = ("id", "object", "created", "model", "choices", "usage", "rewarm")
+    error_body = error_body
+    prefix: ClassVar[str]
+    """The beginning of an id."""
+    kind: ClassVar[str]
+    """The `object` of a whole reply."""
+    chunk: ClassVar[str]
+    """The `object` of a chunk."""
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self.model = self.asked.body.model or self.model
-        self.has_usage = self.asked.body.usage_in_stream
-        self.logprobs = self.asked.options.top_logprobs is not None
+        self.model = self.body.model or self.model
+        self.logprobs = self.work.options.top_logprobs is not None
 
     @abstractmethod
     def choice(self, index: int, choice: Choice) -> ChoiceBody:
@@ -86,7 +85,7 @@ class OpenAIReply(ReplyWriter):
     def nothing(self, index: int) -> ChoiceBody:
         """A choice with nothing new."""
 
-    def body(self, kind: str, choices: list[ChoiceBody]) -> dict[str, Any]:
+    def _reply(self, kind: str, choices: list[ChoiceBody]) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": kind,
@@ -101,7 +100,7 @@ class OpenAIReply(ReplyWriter):
             {**self.choice(i, choice), "finish_reason": finish_reason(choice.finish)}
             for i, choice in enumerate(self.work.choices)
         ]
-        body = self.body(self.kind, choices)
+        body = self._reply(self.kind, choices)
         body["usage"] = usage(self.work)
         body["rewarm"] = rewarm_object(self.work)
         return body
@@ -126,7 +125,7 @@ class OpenAIReply(ReplyWriter):
     def last(self) -> str:
         # A chunk without choices surprises clients that did not ask for the usage.
         before = ""
-        if self.has_usage:
+        if self.body.usage_in_stream:
             before = self._released()
             self._held = self._chunk()
             self._held["usage"] = usage(self.work)
@@ -145,8 +144,8 @@ class OpenAIReply(ReplyWriter):
         return f": prefill {progress.done}/{progress.total}\n\n"
 
     def _chunk(self, *choices: ChoiceBody) -> dict[str, Any]:
-        body = self.body(self.chunk, list(choices))
-        if self.has_usage:
+        body = self._reply(self.chunk, list(choices))
+        if self.body.usage_in_stream:
             body["usage"] = None
         return body
 
@@ -156,7 +155,14 @@ class OpenAIReply(ReplyWriter):
 
 
 @dataclass
-class ChatReply(OpenAIReply):
+class ChatDialect(OpenAIDialect):
+    path = "/v1/chat/completions"
+    name = "chat"
+    summary = "Answer a chat."
+    schema = ChatRequest
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk = "chat.completion.chunk"
     _called: dict[int, int] = field(default_factory=dict)
     """Tool calls sent so far, by choice."""
 
@@ -208,7 +214,11 @@ def chat_logprobs(texts: TokenTexts, sampled: Iterable[Sampled]) -> dict[str, An
 
 
 @dataclass
-class TextReply(OpenAIReply):
+class CompletionDialect(OpenAIDialect):
+    path = "/v1/completions"
+    name = "completions"
+    summary = "Continue texts or tokens, without a chat template."
+    schema = CompletionRequest
     prefix = "cmpl"
     kind = chunk = "text_completion"
     _written: dict[int, int] = field(default_factory=dict)
@@ -224,7 +234,7 @@ class TextReply(OpenAIReply):
         return {"index": index, "text": echo + choice.answer.text, "logprobs": found}
 
     def opening(self) -> str:
-        if not self.asked.prompt.echo:  # type: ignore[union-attr]
+        if not self.body.echo:
             return ""
         return "".join(
             data(self._chunk(self.nothing(i, text))) for i, text in enumerate(self.echoes)
@@ -259,29 +269,3 @@ def text_logprobs(texts: TokenTexts, sampled: Iterable[Sampled], start: int) -> 
         body["text_offset"].append(start)
         start += len(text)
     return body
-
-
-FIELDS = ("id", "object", "created", "model", "choices", "usage", "rewarm")
-
-CHAT = Dialect(
-    path="/v1/chat/completions",
-    name="chat",
-    tag="OpenAI",
-    summary="Answer a chat.",
-    schema=ChatRequest,
-    parse=parse_chat,
-    reply=ChatReply,
-    error=error_body,
-    has=FIELDS,
-)
-COMPLETIONS = Dialect(
-    path="/v1/completions",
-    name="completions",
-    tag="OpenAI",
-    summary="Continue texts or tokens, without a chat template.",
-    schema=CompletionRequest,
-    parse=parse_completion,
-    reply=TextReply,
-    error=error_body,
-    has=FIELDS,
-)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 FOLDER = Path(__file__).parent
 KINDS = {
@@ -41,3 +42,8 @@ async def send(request: Request) -> Response:
         return Response(status_code=304, headers=headers)
     headers["Content-Type"] = KINDS[FILES[name].suffix]
     return Response(SERVED[name], headers=headers)
+
+
+ROUTES = [
+    Route("/" if name == "index.html" else f"/page/{name}", send, methods=["GET"]) for name in FILES
+]

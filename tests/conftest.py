@@ -21,7 +21,7 @@ import httpx
 import hypothesis
 import pytest
 
-from rewarm import accel  # loads the BLAS
+from rewarm import accel
 from rewarm.accel import cpu, replace
 
 # Models are to run as `Session` and the server run them. What is replaced in a module of mlx-lm is

@@ -28,6 +28,20 @@ ORDER = [
 """Each room imports from itself and from those before it. Those of one line do not know each
 other, but for `loading`, which alone knows `pocket`."""
 
+GATEWAY = (
+    "rewarm.values",
+    "rewarm.options",
+    "rewarm.errors",
+    "rewarm.prompt.chat",
+    "rewarm.prompt.messages",
+    "rewarm.generate.options",
+    "rewarm.server.openai.parse",
+    "rewarm.server.anthropic.parse",
+    "rewarm.server.anthropic.blocks",
+    "rewarm.server.auth",
+)
+"""What a program that only passes requests on imports."""
+
 ALLOWED = {
     ("options.py", "errors"),
     # It alone knows the built-in model, and where that lies.
@@ -86,22 +100,7 @@ def test_prompt_needs_plain_data_only() -> None:
     assert needed <= {"values", "errors", "options"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "rewarm",
-        "rewarm.values",
-        "rewarm.options",
-        "rewarm.errors",
-        "rewarm.prompt.chat",
-        "rewarm.prompt.messages",
-        "rewarm.generate.options",
-        "rewarm.server.openai.parse",
-        "rewarm.server.anthropic.parse",
-        "rewarm.server.anthropic.blocks",
-        "rewarm.server.auth",
-    ],
-)
+@pytest.mark.parametrize("name", ["rewarm", *GATEWAY])
 def test_what_a_gateway_reads_needs_no_model_library(name: str) -> None:
     code = f"import sys, {name}; print(*(m for m in {HEAVY} if m in sys.modules))"
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -101,7 +101,7 @@ def test_temporary_files_of_python_stay_where_they_were(
         "import os, tempfile; names = 'TMPDIR', 'TMP', 'TEMP', 'TEMPDIR'",
         "def seen(): return {n: os.environ.get(n) for n in names}",
         "before = seen()",
-        "import rewarm",
+        "import rewarm, mlx.core",
         "say(same=before == seen(), where=tempfile.gettempdir())",
         variable=variable,
     ).facts
@@ -112,7 +112,7 @@ def test_temporary_files_of_python_stay_where_they_were(
 def test_programs_that_are_started_keep_their_temporary_folder(machine: Machine) -> None:
     """Unless TMPDIR, TMP or TEMP is set: then MLX looks nowhere else."""
     found = machine.run(
-        "import subprocess, sys, rewarm",
+        "import subprocess, sys, rewarm, mlx.core",
         "ask = 'import tempfile; print(tempfile.gettempdir())'",
         "say(where=subprocess.check_output([sys.executable, '-c', ask], text=True).strip())",
         variable=None,

@@ -1,0 +1,25 @@
+"""What others see of the package: its names, and that it is typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
+
+import rewarm
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", rewarm.__all__)
+def test_each_public_name_can_be_imported(name: str) -> None:
+    assert getattr(rewarm, name) is not None
+
+
+@pytest.mark.parametrize("builder", [WheelBuilder, SdistBuilder])
+def test_the_types_are_shipped(builder: type[WheelBuilder] | type[SdistBuilder]) -> None:
+    """Type checkers read a package's annotations only where it has this file (PEP 561)."""
+    shipped = {file.distribution_path for file in builder(str(ROOT)).recurse_included_files()}
+    assert "rewarm/py.typed" in shipped

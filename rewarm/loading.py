@@ -1,8 +1,14 @@
-"""Loading models: the built-in one, a path, or a Hugging Face id."""
+"""Load a model: the built-in one, a folder, or a Hugging Face id.
+
+mlx-lm builds whatever sizes config.json asks for before it looks at a weight: a million layers take
+all memory and never end. So the folder is checked first, against what the weights' headers say.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,20 +21,38 @@ from mlx_lm.utils import (  # type: ignore[attr-defined]
 from transformers import PreTrainedConfig
 
 from rewarm import accel
-from rewarm.device import device_bytes, machine_bytes
+from rewarm.accel.device import device_bytes, machine_bytes
 from rewarm.errors import CannotLoad, InvalidOption
-from rewarm.model_folder import check_folder
 from rewarm.pocket import BUILT_IN, FOLDER
 
 LONGEST_REASON = 300
-"""Characters. Some errors list every weight of a model."""
-
+"""Characters of an error that are shown. Some errors list every weight of a model."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
+WEIGHTS = "model*.safetensors"
+TOKENIZERS = ("tokenizer*", "tokenization*.py", "*.tiktoken", "*.model", "vocab*", "tekken.json")
+"""Files of which a tokenizer has at least one."""
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+"""Where the sizes stand in the config of a model that takes more than text."""
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+POSITIVE = (*LAYERS, "vocab_size", "hidden_size", "max_position_embeddings", "n_positions")
+LARGEST = (1 << 31) - 1
+"""MLX counts an array's elements along one axis in 32 bits, and so do positions."""
+LONGEST_HEADER = 100_000_000
+"""Bytes that the format allows for a header."""
+COMPLETE = "give a folder as mlx-lm saves it: config.json, model*.safetensors and a tokenizer"
 
-class Loaded(NamedTuple):
+
+class LoadedModel(NamedTuple):
     model: Any
     tokenizer: Any
+
+
+class Weights(NamedTuple):
+    """The weights of a file or a model, by what the files' headers say."""
+
+    tensors: int
+    nbytes: int
 
 
 def load(
@@ -37,14 +61,14 @@ def load(
     adapter_path: str | None = None,
     trust_remote_code: bool = False,
     **options: Any,
-) -> Loaded:
-    """A model and its tokenizer, by mlx-lm's own loader. Raises `CannotLoad`."""
+) -> LoadedModel:
+    """Load a model and its tokenizer by mlx-lm's own loader. Raises `CannotLoad`."""
     accel.install(loaded=False)
     built_in = str(model) == BUILT_IN
     if built_in:
         model = FOLDER
-        # transformers puts Qwen's own way of splitting text, and of changing accents, on whatever
-        # says that it is a Qwen. Pocket's tokenizer says all there is to say itself.
+        # transformers gives everything that says it is a Qwen Qwen's own way to split text and to
+        # change accents. Pocket's tokenizer is complete without them.
         options["tokenizer_config"] = {"config": PreTrainedConfig()}
     if not Path(model).is_dir() and not HUB_ID.fullmatch(str(model)):
         raise InvalidOption(
@@ -55,12 +79,11 @@ def load(
         raise InvalidOption(f"adapter_path={adapter_path!r} is not a folder")
     if trust_remote_code and not built_in:
         options["tokenizer_config"] = {"trust_remote_code": True}
-    folder = _folder(str(model), options.get("revision"))
-    most = max(device_bytes(), machine_bytes())
-    check_folder(folder, options.get("model_config") or {}, most)
+    folder = _folder(model, options.get("revision"))
+    _check_folder(folder, options.get("model_config") or {})
     try:
-        loaded = mlx_lm.load(str(folder), adapter_path=adapter_path, **options)
-        knows_words = bool(loaded[1].encode("Hello world"))
+        loaded = LoadedModel(*mlx_lm.load(str(folder), adapter_path=adapter_path, **options)[:2])
+        knows_words = bool(loaded.tokenizer.encode("Hello world"))
     except Exception as error:
         raise CannotLoad(
             f"{model} cannot be loaded: {_reason(error)}. Its files are not complete, do not "
@@ -69,31 +92,102 @@ def load(
     if not knows_words:
         raise CannotLoad(f"the tokenizer in {folder} knows no words: its files are not complete")
     if built_in:
-        # Its weights are stored in half the bytes. It is small enough to be run in full ones.
-        loaded[0].set_dtype(mx.float32)
-        mx.eval(loaded[0].parameters())  # here: another thread could not
+        # Its weights are stored in half the bytes, and it is small enough to run in full ones.
+        loaded.model.set_dtype(mx.float32)
+        mx.eval(loaded.model.parameters())  # here: another thread could not
     accel.install()
-    # For people: `rewarm cache ls` shows it.
-    loaded[0].rewarm_source = str(folder)
-    return Loaded(loaded[0], loaded[1])
+    loaded.model.rewarm_source = str(folder)  # `rewarm cache ls` shows it
+    return loaded
 
 
-def _folder(model: str, revision: str | None) -> Path:
+def _folder(model: str | Path, revision: str | None) -> Path:
     if Path(model).is_dir():
         return Path(model)
     try:
-        found = snapshot_download(model, revision=revision, allow_patterns=DEFAULT_ALLOW_PATTERNS)
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=DEFAULT_ALLOW_PATTERNS)
+        )
     except Exception as error:
-        reason = _reason(error)
         raise CannotLoad(
-            f"{model} cannot be had: {reason}. Look whether the id is right"
+            f"{model} cannot be had: {_reason(error)}. Look whether the id is right"
         ) from error
-    return Path(found)
 
 
 def _reason(error: Exception) -> str:
-    """One line of what an error says; some say no more than a name."""
+    """One line of an error's text, with the error's name: some texts are no more than a word."""
     text = " ".join(str(error).split())
     if len(text) > LONGEST_REASON:
         text = text[:LONGEST_REASON] + " ..."
     return f"{text} ({type(error).__name__})" if " " in text else f"{type(error).__name__}: {text}"
+
+
+def _check_folder(folder: Path, overrides: Mapping[str, Any]) -> None:
+    """Raise `CannotLoad` for a folder that no model can be made of on this machine.
+
+    `overrides` are set in the config, as mlx-lm does it."""
+    config = {**_config(folder), **overrides}
+    weights = _weights(folder)
+    most = max(device_bytes(), machine_bytes())
+    if weights.nbytes > most:
+        raise CannotLoad(
+            f"the weights in {folder} take {weights.nbytes / 1e9:,.1f} GB, and this machine has "
+            f"{most / 1e9:,.1f} GB of memory: choose a smaller model, or one with fewer bits"
+        )
+    nested = (config.get(name) for name in TEXT_CONFIGS)
+    text = next((part for part in nested if isinstance(part, dict)), config)
+    _check_sizes(folder / "config.json", text, weights.tensors)
+    if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
+        raise CannotLoad(f"{folder} has no tokenizer, such as tokenizer.json: {COMPLETE}")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CannotLoad(f"{folder} has no config.json: {COMPLETE}") from None
+    except (OSError, ValueError) as error:
+        raise CannotLoad(f"{path} cannot be read ({error}): get it again") from error
+    if not isinstance(config, dict):
+        raise CannotLoad(f"{path} is not a JSON object: get it again")
+    if not isinstance(config.get("model_type"), str) and "model_file" not in config:
+        raise CannotLoad(f"{path} names no model_type: it is not the config of a model")
+    return config
+
+
+def _weights(folder: Path) -> Weights:
+    files = [_weights_in(path) for path in sorted(folder.glob(WEIGHTS))]
+    if not files:
+        raise CannotLoad(f"{folder} has no weights ({WEIGHTS}): {COMPLETE}")
+    return Weights(sum(w.tensors for w in files), sum(w.nbytes for w in files))
+
+
+def _weights_in(path: Path) -> Weights:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, LONGEST_HEADER):
+                raise ValueError("it has no header of a safetensors file")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        if size < 8 + length + end:
+            raise ValueError(f"it has {size:,} of {8 + length + end:,} bytes")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CannotLoad(f"{path} cannot be read ({error}): get it again") from error
+    return Weights(len(header), end)
+
+
+def _check_sizes(path: Path, config: Mapping[str, Any], tensors: int) -> None:
+    for name in POSITIVE:
+        value = config.get(name)
+        if not isinstance(value, int):
+            continue
+        if not 1 <= value <= LARGEST:
+            raise CannotLoad(f"{path} says {name} = {value:,}: no model has that")
+        if name in LAYERS and value > tensors:
+            raise CannotLoad(
+                f"{path} says {name} = {value:,}, and there are {tensors:,} weights in all: they "
+                "do not belong together"
+            )

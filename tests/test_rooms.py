@@ -15,7 +15,7 @@ HEAVY = ("mlx", "mlx.core", "mlx_lm", "transformers")
 
 ORDER = [
     {"values", "errors", "options"},
-    {"device", "private", "model_folder"},
+    {"private"},
     {"accel"},
     {"loading", "pocket"},
     {"cache"},

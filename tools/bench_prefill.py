@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from rewarm import accel
 from rewarm.accel import delta
-from rewarm.accel.launch import is_cuda
+from rewarm.accel.device import is_cuda
 from rewarm.bench.archs import build, config, parameters
 from rewarm.bench.models import dtype
 from rewarm.bench.profiles import profile

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
+from .device import is_cuda
 from .kernels.delta import HEADER, SOURCE
-from .launch import FLOATS, Launch, agree, is_cuda, kernel
+from .launch import FLOATS, Launch, agree, kernel
 
 Rule = Callable[..., tuple[mx.array, mx.array]]
 

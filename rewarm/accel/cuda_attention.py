@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from . import is_off
+from .device import is_cuda
 from .kernels.attention import ATTENTION, HEAD_DIMS, HEADER, TOGETHER
-from .launch import Launch, agree, is_cuda, kernel
+from .launch import Launch, agree, kernel
 from .replace import note
 
 PLANNED_DIM = 128

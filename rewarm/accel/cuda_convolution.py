@@ -13,7 +13,8 @@ from typing import Any, cast
 import mlx.core as mx
 
 from . import is_off
-from .launch import FLOATS, Launch, agree, is_cuda, kernel
+from .device import is_cuda
+from .launch import FLOATS, Launch, agree, kernel
 from .replace import note
 
 nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow

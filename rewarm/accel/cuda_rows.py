@@ -14,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from . import is_off
-from .launch import Launch, agree, is_cuda, kernel
+from .device import is_cuda
+from .launch import Launch, agree, kernel
 
 MOST_PARTS = 256
 """That a kernel takes. It always takes so many, since each number would be another kernel, and

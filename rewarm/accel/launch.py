@@ -20,10 +20,6 @@ TOLERANCE = 1e-2
 _said: set[str] = set()
 
 
-def is_cuda() -> bool:
-    return mx.default_device() != mx.cpu and mx.cuda.is_available()
-
-
 def kernel(
     name: str,
     inputs: Sequence[str],

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from rewarm.device import device_bytes
+from rewarm.accel.device import device_bytes
 from rewarm.options import SMALLEST
 
 AUTO_SHARE = 0.4

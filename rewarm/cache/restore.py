@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from rewarm.accel.launch import is_cuda
+from rewarm.accel.device import is_cuda
 from rewarm.values import Match
 
 from .find import Query, ResumePoint, find

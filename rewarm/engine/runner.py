@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from rewarm.accel.launch import is_cuda
+from rewarm.accel.device import device_bytes, is_cuda
 from rewarm.cache import PrefixCache
-from rewarm.device import device_bytes
 from rewarm.values import Alternative, Cut, Kind, Sampled
 
 from .decode.base import Decoder, Start, Step

@@ -1,4 +1,7 @@
-"""Every option, with its default in one place for the command line, `Session` and the server."""
+"""Every option of Rewarm, with its default and its help text.
+
+The command line, `Session` and the server read them from here. Nothing here imports MLX.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,19 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from rewarm.errors import InvalidOption
 
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+UNITS = ("", "K", "M", "G", "T")
+"""Prefixes of a size, each a thousand times the one before it, or 1,024 times with an `i`."""
 SMALLEST = 10**6
-"""Bytes of the smallest cache."""
+"""The smallest cache, in bytes."""
 
 AUTO = "auto"
-DISK_SIZE = "20GB"
 
 LEAST_CHUNK = 16
-"""Tokens of the shortest chunk."""
+"""The shortest chunk, in tokens."""
 
 TAKEN_BY_RENDERING = frozenset(
     {
@@ -47,23 +50,35 @@ TAKEN_BY_RENDERING = frozenset(
 """Arguments of `apply_chat_template`, above all the template itself, and of `ChatRenderer`."""
 
 RESERVED_FOR_RENDERING = TAKEN_BY_RENDERING | {"conversations", "documents"}
-"""Template options that no client and no server option can set."""
+"""Options of the chat template that neither a client nor a server option can set."""
+
+
+T = TypeVar("T")
+
+
+def option(default: T, help: str, *, flag: str | None = None, env: str | None = None) -> T:
+    """A field that the command line offers as well, as `--its-name` or as `flag`.
+
+    `env` names a variable of the environment that is read where the option is not given."""
+    about = {"help": help, "flag": flag, "env": env}
+    if isinstance(default, dict):
+        return cast(T, field(default_factory=default.copy, metadata=about))
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    memory: int | str = AUTO
-    """The tree's limit in bytes, or as "2GB"; "auto" takes a share of what is free."""
-    disk: str | None = None
-    """A folder that outlives the process."""
-    disk_size: int | str = DISK_SIZE
-    """The limit of that folder."""
-    reuse: Literal["fast", "exact"] = "fast"
-    chunk: int | None = None
-    """Prompt tokens computed at a time; None takes what suits the device."""
-    kv_bits: int | None = None
-    """Quantise the K/V of full attention to so many bits."""
-    kv_group_size: int = 64
+    memory: int | str = option(AUTO, "For the cache: auto, or a size such as 4GB.")
+    disk: str | None = option(None, "A folder that outlives the process.")
+    disk_size: int | str = option("20GB", "Limit of that folder.")
+    reuse: Literal["fast", "exact"] = option(
+        "fast", "fast, or exact: a hit gives the very bits of a cold run."
+    )
+    chunk: int | None = option(None, "Prompt tokens computed at a time (512; 2048 on a GPU).")
+    kv_bits: int | None = option(
+        None, "Quantise the K/V of full attention to so many bits, from the first token on."
+    )
+    kv_group_size: int = option(64, "Group size of --kv-bits.")
 
     def __post_init__(self) -> None:
         if self.reuse not in ("fast", "exact"):
@@ -74,20 +89,25 @@ class CacheOptions:
             )
         check_kv(self.kv_bits, self.kv_group_size)
         parse_size(self.disk_size, "disk_size")
-        if self.memory != "auto":
+        if self.memory != AUTO:
             parse_size(self.memory)
 
 
 @dataclass(frozen=True)
+class ModelOptions:
+    adapter_path: str | None = option(None, "A folder with a LoRA adapter.")
+    trust_remote_code: bool = option(False, "Let a model's tokenizer run its own code.")
+
+
+@dataclass(frozen=True)
 class EngineOptions:
-    max_batch: int = 32
-    max_queue: int = 256
-    context: int | None = None
-    """Lowers the model's own limit."""
+    max_batch: int = option(32, "Answers generated at once.")
+    max_queue: int = option(256, "Requests that may wait.")
+    context: int | None = option(None, "Lower the model's context to so many tokens.")
     room: int | None = None
     """Bytes that running requests may take together; a share of what is free where not given."""
     rehearse: bool = True
-    """Whether MLX compiles what requests need before the engine is ready, or during the first."""
+    """MLX compiles what requests need before the engine is ready, and not during the first."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_queue", "context", "room"):
@@ -100,20 +120,26 @@ class EngineOptions:
 class ServerOptions:
     model_name: str = "rewarm"
     """The name in replies and in `/v1/models`; any name that a client asks for is served."""
-    api_key: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8080
-    allow_public: bool = False
-    """Bind to a public address without an API key all the same."""
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    """For the chat template, where a request does not say otherwise."""
-    keep_billing_header: bool = False
-    """Keep a coding agent's billing header, which changes at every request, in the prompt."""
-    warm_ahead: bool = True
+    api_key: str | None = option(
+        None, "Asked of every client. Needed on a public host.", env="REWARM_API_KEY"
+    )
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8080, "0 picks a free one.")
+    allow_public: bool = option(False, "Listen on a public host without a key.")
+    template_options: Mapping[str, Any] = option(
+        {},
+        "For the chat template, such as '{\"enable_thinking\": false}'.",
+        flag="--chat-template-args",
+    )
+    """Options of the chat template where a request does not say otherwise."""
+    keep_billing_header: bool = option(
+        False, "Leave a coding agent's billing header, new in every request, in the prompt."
+    )
+    warm_ahead: bool = option(True, "Prepare the next turn while nothing else is to do.")
     max_body: int = 32 << 20
-    """Bytes of a request's body."""
+    """The largest body of a request, in bytes."""
     max_answer: int = 8192
-    """Tokens of an answer where the request sets no limit."""
+    """The longest answer in tokens, where the request sets no limit."""
     keep_alive: float = 5.0
     """Seconds without an event after which a stream sends a sign of life."""
     grace: float = 5.0
@@ -122,6 +148,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():
             raise InvalidOption("the API key is empty: give one, or leave it out")
+        if not 0 <= self.port < 1 << 16:
+            raise InvalidOption(f"port={self.port}: give a number up to 65535, or 0 for a free one")
         taken = sorted(RESERVED_FOR_RENDERING.intersection(self.template_options))
         if taken:
             raise InvalidOption(
@@ -129,7 +157,7 @@ class ServerOptions:
             )
 
     def check_bind(self) -> None:
-        """Raises where anybody on the network could use the server."""
+        """Raise where anybody on the network could use the server."""
         if self.api_key is None and not self.allow_public and not _is_loopback(self.host):
             raise InvalidOption(
                 f"host={self.host!r} can be reached from other machines: set an API key, or allow "
@@ -137,25 +165,18 @@ class ServerOptions:
             )
 
 
-def parse_size(size: int | str, option: str = "memory") -> int:
+def parse_size(size: int | str, name: str = "memory") -> int:
     """Bytes from a number, or from a text such as "512MB", "1.5 GB" or "2GiB"."""
-    hint = f'give {option} as a size from 1MB up, such as "2GB" or a number of bytes'
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise InvalidOption(f"{option}={size!r} is not a size: {hint}")
-    if isinstance(size, int):
-        n = size
-    else:
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
-        if not found:
-            raise InvalidOption(f"{option}={size!r} is not a size: {hint}")
-        number, unit, binary = found.groups()
-        scale = UNITS[unit.upper()]
-        if binary:
-            scale = 1024 ** list(UNITS).index(unit.upper())
-        n = int(float(number) * scale)
-    if n < SMALLEST:
-        raise InvalidOption(f"{option}={size!r} is too small to hold a prompt: {hint}")
-    return n
+    hint = f'give {name} as a size from 1MB up, such as "2GB" or a number of bytes'
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
+    if not isinstance(size, (int, str)) or found is None:
+        raise InvalidOption(f"{name}={size!r} is not a size: {hint}")
+    number, unit, binary = found.groups()
+    scale = (1024 if binary else 1000) ** UNITS.index(unit.upper())
+    nbytes = size if isinstance(size, int) else int(float(number) * scale)
+    if nbytes < SMALLEST:
+        raise InvalidOption(f"{name}={size!r} is too small to hold a prompt: {hint}")
+    return nbytes
 
 
 def check_kv(kv_bits: int | None, kv_group_size: int) -> None:

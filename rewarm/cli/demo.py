@@ -1,16 +1,21 @@
-"""A short demonstration: a chat with Pocket, and what each turn of it reused."""
+"""`rewarm demo`: a chat with Pocket, and what each turn of it reused."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from rewarm import pocket
-from rewarm.cache import PrefixCache
-from rewarm.errors import InvalidOption
-from rewarm.loading import load
-from rewarm.session import Reply, Session
+from rewarm.options import CacheOptions
 from rewarm.values import Message
+
+from .spread import spread
+
+if TYPE_CHECKING:
+    from rewarm.session import Reply
 
 QUESTIONS = (
     "Who is the harbour master?",
@@ -21,18 +26,25 @@ QUESTIONS = (
     "What is the fuel price?",
 )
 EDITED = "And the door code?"
+CHUNK = 64
+"""Tokens of a chunk: short, so that a short chat has several."""
+LONGEST_ANSWER = 192
+BAR = 16
 
 
-def show(turns: int, reuse: str) -> None:
-    if reuse not in ("fast", "exact"):
-        raise InvalidOption(f'reuse={reuse!r} is unknown: give "fast" or "exact"')
-    console = Console()
+@spread
+def demo(
+    turns: Annotated[int, typer.Option(min=2, max=40, help="How long the chat becomes.")] = 6,
+    *,
+    cache: Annotated[CacheOptions, "reuse"],
+) -> None:
+    """Chat with the built-in model, and see turn by turn what was cached."""
+    from rewarm import PrefixCache, Session, load
+
     model, tokenizer = load()
-    # A short chunk, so that a short chat has several.
-    cache = PrefixCache(
-        model, memory="256MB", reuse="exact" if reuse == "exact" else "fast", chunk=64
-    )
-    session = Session(model, tokenizer, cache)
+    tree = PrefixCache(model, memory="256MB", reuse=cache.reuse, chunk=CHUNK)
+    session = Session(model, tokenizer, tree)
+    console = Console()
     console.print(
         "Pocket has recurrent layers and attention, and its template strips the thinking\n"
         "of earlier turns. Every turn sends the whole history again.\n"
@@ -43,37 +55,38 @@ def show(turns: int, reuse: str) -> None:
     for column in table.columns[1:6]:
         column.justify = "right"
     messages: list[Message] = [{"role": "system", "content": pocket.TABLE}]
+
+    def ask(name: str, messages: list[Message]) -> Reply:
+        reply = session.chat(messages, max_tokens=LONGEST_ANSWER)
+        table.add_row(name, *_row(reply))
+        return reply
+
     for turn in range(turns):
         messages.append({"role": "user", "content": QUESTIONS[turn % len(QUESTIONS)]})
-        reply = session.chat(messages, max_tokens=192)
-        _row(table, f"turn {turn + 1}", reply)
-        messages.append({"role": "assistant", "content": reply.text})
+        answer = ask(f"turn {turn + 1}", messages).text
+        messages.append({"role": "assistant", "content": answer})
     edited = [*messages[:-4], {"role": "user", "content": EDITED}]
-    _row(table, "edited", session.chat(edited, max_tokens=192))
-    _row(table, "repeated", session.chat(edited, max_tokens=192))
+    ask("edited", edited)
+    ask("repeated", edited)
     console.print(table)
-    stats = cache.stats()
+    stats = tree.stats()
     console.print(
         f"\n{stats.tokens:,} distinct tokens are held in {stats.held / 1e6:.2f} MB, "
         f"with {stats.checkpoints} checkpoints."
     )
 
 
-def _row(table: Table, name: str, reply: Reply) -> None:
+def _row(reply: Reply) -> tuple[str, ...]:
     used = reply.usage
-    new = used.prefilled_tokens - used.replayed_tokens
-    cells = 16
-    cached = round(cells * used.cached_tokens / used.prompt_tokens)
-    again = round(cells * used.replayed_tokens / used.prompt_tokens)
-    rest = cells - cached - again
-    bar = f"[green]{'█' * cached}[/][yellow]{'▒' * again}[/][red]{'░' * rest}[/]"
-    table.add_row(
-        name,
+    cached = round(BAR * used.cached_tokens / used.prompt_tokens)
+    again = round(BAR * used.replayed_tokens / used.prompt_tokens)
+    rest = BAR - cached - again
+    return (
         f"{used.prompt_tokens:,}",
         f"{used.cached_tokens:,}",
         f"{used.replayed_tokens:,}",
-        f"{new:,}",
+        f"{used.prefilled_tokens - used.replayed_tokens:,}",
         f"{reply.timings.ttft_ms:.0f} ms",
-        bar,
+        f"[green]{'█' * cached}[/][yellow]{'▒' * again}[/][red]{'░' * rest}[/]",
         reply.text,
     )

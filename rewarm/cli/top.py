@@ -1,11 +1,12 @@
-"""`rewarm top`: a running server in a terminal."""
+"""`rewarm top`: a running server in the terminal."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 from rich.live import Live
@@ -14,18 +15,30 @@ from rich.text import Text
 
 from rewarm.errors import NotReady
 
-from .remote import Remote
+from .remote import HERE, ApiKey, Remote, Url
 
+LIVE = "/v1/live"
 BAR = 12
+"""Cells of a bar."""
 MOST_RUNNING, MOST_RECENT, MOST_PREFIXES = 12, 8, 6
+"""Rows of the tables."""
 
 Seen = dict[str, Any]
+"""A part of what `/v1/live` says."""
 
 
-def show(remote: Remote, *, once: bool, interval: float, console: Console | None = None) -> None:
-    """Until Ctrl-C; a single frame where `once`, or where there is no terminal."""
-    console = console or Console()
-    seen = remote.get("/v1/live")
+def top(
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    salt: Annotated[
+        str | None, typer.Option(help="Show the words of requests with this cache_salt.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="One picture, and the end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two pictures.")] = 1.0,
+) -> None:
+    """Watch a running server: requests, hit rate, first tokens, memory, the hottest prefixes."""
+    console, remote = Console(), Remote(url, api_key, salt)
+    seen = remote.ask(LIVE)
     if once or not console.is_terminal:
         console.print(frame(seen))
         return
@@ -36,7 +49,7 @@ def show(remote: Remote, *, once: bool, interval: float, console: Console | None
             time.sleep(interval)
             note = ""
             try:
-                seen = remote.get("/v1/live")
+                seen = remote.ask(LIVE)
             except NotReady as error:  # it may come back
                 note = str(error)
             live.update(frame(seen, note), refresh=True)

@@ -1,4 +1,4 @@
-"""What Rewarm makes faster where MLX is slow."""
+"""Faster ways to compute where MLX is slow (docs/accel.md)."""
 
 import os
 import threading
@@ -8,20 +8,21 @@ _installed = False
 
 
 def is_off() -> bool:
-    """Whether mlx-lm and MLX are to be left as they come."""
+    """The user wants mlx-lm and MLX as they come."""
     return os.environ.get("REWARM_ACCEL", "").strip().lower() in ("0", "off")
 
 
 def state() -> str:
-    """Whether what computes in this process is ours or as it comes, in a word."""
+    """One word that says if this process computes with what is in this room."""
     return "off" if is_off() else "on" if _installed else "not yet on"
 
 
 def install(*, loaded: bool = True) -> None:
-    """In this process, where it is faster on the device at hand (docs/accel.md).
+    """Put what is faster on this device in the place of mlx-lm's and MLX's functions.
 
-    Some of it is for single models, and waits for them: to be called again once one is loaded.
-    Before that, with `loaded=False`: weights decode faster from where MLX puts them by itself.
+    Some of it replaces functions of single models: call it again after a model is loaded. Call it
+    with `loaded=False` before that: the heap is set up last, because weights that are loaded after
+    it are slower to decode with.
     """
     from . import cpu, cuda_attention, cuda_convolution, delta, heap, scans
 

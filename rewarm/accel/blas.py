@@ -1,4 +1,4 @@
-"""A fast BLAS under MLX on Linux, put there before MLX is imported (docs/blas.md)."""
+"""Put a fast BLAS under MLX on Linux, before MLX is loaded (docs/blas.md)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from dataclasses import dataclass, replace
 
 log = logging.getLogger("rewarm")
 
-GEMMS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # all that MLX asks of a CBLAS
+GEMMS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
+"""All functions of a CBLAS that MLX calls."""
 PREFIXES = ("", "scipy_")
+"""Prefixes that these names have in the libraries that are known."""
 SETTINGS = (
     ("openblas_get_config", ctypes.c_char_p),
     ("openblas_get_corename", ctypes.c_char_p),
     ("openblas_get_num_threads", ctypes.c_int),
 )
-MACHINES = {"x86_64": 62, "aarch64": 183}  # ELF's numbers for the two that MLX has wheels for
-# Fedora's plain name is the one-thread build; its threaded one has the `p`.
+MACHINES = {"x86_64": 62, "aarch64": 183}
+"""The machines that MLX has Linux wheels for, with ELF's numbers for them."""
+# On Fedora the name with a `p` is the threaded build, and the plain one has a single thread.
 SYSTEM_NAMES = ("libopenblasp.so.0", "libopenblas.so.0", "libopenblas.so")
 
 
@@ -34,18 +37,18 @@ class Blas:
     name: str
     path: str | None
     note: str | None
-    """One line on how to get a fast one, or why the one asked for is not it."""
+    """One line that says how to get a fast BLAS, or why the one that was asked for is not used."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     library: str
-    """A path, or a name for the dynamic loader to look up."""
+    """A path, or a name that the dynamic loader looks up."""
     origin: str
 
 
 class UnusableError(Exception):
-    """A library that cannot stand in for MLX's BLAS; the message says why."""
+    """A library cannot stand in for MLX's BLAS. The message says why."""
 
 
 OWN = Blas("MLX's own (reference)", None, None)
@@ -55,7 +58,7 @@ _deciding = threading.Lock()
 
 
 def load() -> Blas:
-    """Put the fastest BLAS at hand under MLX. Decides once per process and never raises."""
+    """Put the fastest BLAS at hand under MLX. It is chosen once in a process. Never raises."""
     global _decided
     if _decided is not None:
         return _decided
@@ -63,7 +66,7 @@ def load() -> Blas:
         if _decided is None:
             try:
                 blas = _decide()
-            except Exception as error:  # a slow product is better than a failed import
+            except Exception as error:  # a slow matrix product is better than a failed import
                 blas = replace(OWN, note=f"no fast BLAS: {error!r}")
             log.info("BLAS: %s", blas.name)
             if blas.note:
@@ -73,12 +76,12 @@ def load() -> Blas:
 
 
 def current() -> Blas:
-    """What `load` decided."""
+    """The BLAS in use. It is chosen now where it was not chosen before."""
     return load()
 
 
 def settings() -> str:
-    """Everything about this BLAS that can change the bits of a product, as one text."""
+    """Give everything about this BLAS that can change the bits of a product, as one text."""
     used = current()
     threads = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("VECLIB_")]
     found = [used.name, *threads, " ".join(platform.mac_ver()[:1])]
@@ -99,7 +102,7 @@ def _decide() -> Blas:
     if sys.platform == "darwin":
         return Blas("Accelerate", None, None)
     if sys.platform != "linux" or os.uname().machine not in MACHINES:
-        return Blas("MLX's own", None, None)  # built by its user, with a BLAS of their choice
+        return Blas("MLX's own", None, None)  # its user has built it, with a BLAS of their choice
 
     wanted = os.environ.get("REWARM_BLAS", "").strip()
     off = wanted.lower() in ("off", "0")
@@ -119,7 +122,7 @@ def _decide() -> Blas:
         try:
             return replace(_take(candidate), note="; ".join(problems) or None)
         except (OSError, UnusableError) as error:
-            if candidate.origin != "system":  # one that is not installed is no problem
+            if candidate.origin != "system":  # that the system has none is no problem
                 problems.append(f"{candidate.origin} {candidate.library} not used: {error}")
     if not any(candidate.origin == "scipy-openblas32" for candidate in candidates):
         problems.append("MLX's own BLAS is slow: pip install scipy-openblas32")
@@ -141,9 +144,9 @@ def _candidates(wanted: str) -> Iterator[Candidate]:
 
 
 def _inherited() -> Blas | None:
-    """The BLAS that somebody else has made process-wide, say by LD_PRELOAD.
+    """The BLAS that is process-wide already, for instance by LD_PRELOAD, or None.
 
-    The loader takes the first definition of a name, so it goes before anything loaded from now on.
+    The loader takes the first definition of a name, so no other BLAS can take its place.
     """
     everything = ctypes.CDLL(None)
     sgemm = _address(everything, "cblas_sgemm")
@@ -157,8 +160,8 @@ def _inherited() -> Blas | None:
 
 
 def _take(candidate: Candidate) -> Blas:
-    # RTLD_LOCAL, CDLL's default: of all its names only the GEMMs become process-wide, so that
-    # LAPACK and other extension modules keep the libraries they were built with.
+    # CDLL's default is RTLD_LOCAL. Only the GEMMs become process-wide, so that LAPACK and other
+    # extension modules keep the libraries they were built with.
     library = ctypes.CDLL(candidate.library)
     for prefix in PREFIXES:
         found = {name: _address(library, prefix + name) for name in GEMMS}
@@ -177,7 +180,9 @@ def _take(candidate: Candidate) -> Blas:
 
 
 def _takes_64_bit_ints(library: ctypes.CDLL, prefix: str) -> bool:
-    """Asks for the largest of 3 - 2**32 numbers: 3 to a callee that reads 32 bits, else none."""
+    """Find out by asking for the largest of 3 - 2**32 numbers.
+
+    A function that reads 32 bits sees 3 numbers, and one that reads 64 sees none."""
     try:
         isamax = library[prefix + "cblas_isamax"]
     except AttributeError:
@@ -189,16 +194,17 @@ def _takes_64_bit_ints(library: ctypes.CDLL, prefix: str) -> bool:
 
 
 def _publish(symbols: Mapping[str, int]) -> None:
-    """Make each name process-wide, at the address that is given."""
-    # Python has no os.memfd_create where it was built on an old glibc, as uv's and conda's are.
-    # Left open: the loader knows an object by its path, and must not meet another file under it.
+    """Make each name process-wide, at the given address."""
+    # Pythons that were built on an old glibc, as uv's and conda's, have no os.memfd_create.
+    # The file stays open: the loader knows an object by its path, which no other file may get.
     close_on_exec = 1
     memory = ctypes.CDLL(None, use_errno=True).memfd_create(b"rewarm-blas", close_on_exec)
     if memory < 0:
         raise UnusableError(f"no memory file: {os.strerror(ctypes.get_errno())}")
     os.write(memory, _shim(symbols))
     path = f"/proc/self/fd/{memory}"
-    # First to itself: a loader that takes the addresses for offsets (musl) must not go further.
+    # It is loaded for itself first: a loader that reads the addresses as offsets (musl) must not
+    # show wrong ones to MLX.
     private = ctypes.CDLL(path)
     if any(_address(private, name) != address for name, address in symbols.items()):
         raise UnusableError("the dynamic loader does not know absolute symbols")
@@ -206,14 +212,14 @@ def _publish(symbols: Mapping[str, int]) -> None:
 
 
 def _shim(symbols: Mapping[str, int]) -> bytes:
-    """An ELF shared object that is only a symbol table: names for addresses in this process.
+    """Make an ELF shared object that is only a symbol table: names for addresses in this process.
 
-    With no code in it, it needs no compiler, and one layout serves both kinds of machine.
+    It holds no code, so it needs no compiler, and one layout serves both kinds of machine.
     """
     names = b"\0"
     table = bytes(24)  # symbol 0 is no symbol
     for name, address in symbols.items():
-        # A global function, in SHN_ABS: the loader adds no load address to its value.
+        # It is a global function in SHN_ABS: the loader adds no load address to its value.
         table += struct.pack("<IBBHQQ", len(names), 0x12, 0, 0xFFF1, address, 0)
         names += name.encode() + b"\0"
     count = len(symbols) + 1
@@ -235,10 +241,10 @@ def _shim(symbols: Mapping[str, int]) -> bytes:
     size = dynamic_at + len(dynamic)
 
     def segment(kind: int, start: int, length: int, align: int) -> bytes:
-        # Writable, for glibc relocates the dynamic section in place; nothing is executable.
+        # Writable, because glibc relocates the dynamic section in place. Nothing is executable.
         return struct.pack("<IIQQQQQQ", kind, 6, start, start, start, length, length, align)
 
-    load, dynamic_kind, stack = 1, 2, 0x6474E551  # without `stack`, an executable one is asked for
+    load, dynamic_kind, stack = 1, 2, 0x6474E551  # without `stack`, the stack becomes executable
     segments = (
         segment(load, 0, size, 0x10000)  # aarch64 pages can be 64 KiB
         + segment(dynamic_kind, dynamic_at, len(dynamic), 8)

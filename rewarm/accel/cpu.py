@@ -1,15 +1,14 @@
-"""What MLX is slow at on a Linux x86 CPU, by other operations of its own (docs/accel.md).
+"""Faster SiLU, attention and depthwise convolutions on a Linux x86 CPU (docs/accel.md).
 
-There its exponential takes some 15 ns for a number, and a multiplication less than one. So a
+MLX's exponential takes some 15 ns for a number there, and a multiplication less than one. So a
 sigmoid is a quotient of polynomials here, attention has an exponential made of multiplications and
-additions, and a depthwise convolution is a sum of shifted products. All of them are more operations
-than MLX's own, so what is short goes through those.
+additions, and a depthwise convolution is a sum of shifted products. These are more operations than
+MLX's own, so short inputs go through MLX's own.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -18,11 +17,10 @@ from typing import Any, cast
 import mlx.core as mx
 
 from . import is_off
-from .replace import Place, note, put
+from .depthwise import is_depthwise, with_bias
+from .replace import Replacement, nn, put, swap
 
-nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow
-
-# tanh(x) = x P(x^2) / Q(x^2) up to TANH_END, to 1e-8; beyond it is 1 to 1.3e-7.
+# tanh(x) = x P(x^2) / Q(x^2) up to TANH_END, within 1e-8. Beyond, tanh(x) is 1 within 1.3e-7.
 TANH_END = 8.3
 TANH_P = (
     0.9999999906635215,
@@ -40,9 +38,9 @@ TANH_Q = (
 )
 
 LOG2_E = 1.44269504
-# log 2 in two parts, of which the first has few digits: its product with a whole number is exact.
+# log 2 in two parts. The first one has few digits, so its product with a whole number is exact.
 LOG_2 = (0.693359375, -2.12194440e-4)
-# exp(x) to 1e-8 for |x| up to half of log 2, by increasing powers.
+# The coefficients of exp(x) within 1e-8 for |x| up to half of log 2, by increasing powers.
 EXP = (
     1.0000000006,
     1.00000003854,
@@ -52,16 +50,19 @@ EXP = (
     0.00837564859568,
     0.00138357808267,
 )
-ROUNDING = 1.5 * 2.0**23  # added to a float32, leaves the nearest whole number in its last bits
-HIDDEN = -1e30  # a score that no score reaches
-LOWEST = -87.0  # exp of less is no normal float32
+ROUNDING = 1.5 * 2.0**23
+"""Added to a float32, it leaves the nearest whole number in the last bits of the sum."""
+HIDDEN = -1e30
+"""The score of a key that a query must not see: lower than all real scores."""
+LOWEST = -87.0
+"""The exponential of a lower number is not a normal float32."""
 
 BLOCK = 2**17
-"""Scores that are worked on at a time, so that they stay in a core's cache."""
+"""Scores that are computed at a time, so that they stay in a core's cache."""
 SHORTEST = 8
 """Tokens from which attention and convolutions are faster than MLX's own."""
 MANY = 2**13
-"""Numbers from which SiLU is."""
+"""Numbers from which SiLU is faster than MLX's own."""
 
 Operation = Callable[..., mx.array]
 
@@ -69,32 +70,24 @@ _stock: dict[str, Operation] = {}
 
 
 def install() -> bool:
-    """Make MLX use these on a Linux x86 CPU; says whether it does.
+    """Make MLX use these functions on a Linux x86 CPU; return true where it does.
 
-    To be called again after loading a model, which may have mlx-lm's functions by name.
+    Call it again after a model is loaded: the model's module may have imported functions of mlx-lm
+    by their names.
     """
     if is_off() or not is_slow():
         return False
     if not _stock:
-        _stock["silu"] = nn.silu
-        _stock["convolution"] = nn.Conv1d.__call__
-        _stock["attention"] = mx.fast.scaled_dot_product_attention
-        for name, ours in (
-            ("silu", _silu),
-            ("convolution", _convolution),
-            ("attention", _attention),
-        ):
-            note(ours, _stock[name])
-        nn.silu = _silu
-        nn.Conv1d.__call__ = _convolution
-        mx.fast.scaled_dot_product_attention = _attention
-    for place in COMPILED:
-        put(place, _stock, f"{place.name} stays as it is")
+        _stock["silu"] = swap(nn, "silu", _silu)
+        _stock["convolution"] = swap(nn.Conv1d, "__call__", _convolution)
+        _stock["attention"] = swap(mx.fast, "scaled_dot_product_attention", _attention)
+    for new in COMPILED:
+        put(new, _stock, f"{new.name} stays as it is")
     return True
 
 
 def is_slow() -> bool:
-    """Whether MLX's own are, where this runs."""
+    """This process runs where MLX's own functions are slow."""
     here = sys.platform, platform.machine()
     return here == ("linux", "x86_64") and mx.default_device() == mx.cpu
 
@@ -142,18 +135,19 @@ def _clamped_swiglu(x: mx.array, gate: mx.array, limit: float) -> mx.array:
 
 
 COMPILED = (
-    Place("activations", "swiglu", ("gate", "x"), _swiglu),
-    Place("activations", "precise_swiglu", ("h", "gate", "x"), _precise_swiglu),
-    Place("iquestloopcoder", "_silu_mul", ("gate", "up"), _silu_mul),
-    Place("step3p5", "clamped_swiglu", ("x", "gate", "limit"), _clamped_swiglu),
+    Replacement("activations", "swiglu", ("gate", "x"), _swiglu),
+    Replacement("activations", "precise_swiglu", ("h", "gate", "x"), _precise_swiglu),
+    Replacement("iquestloopcoder", "_silu_mul", ("gate", "up"), _silu_mul),
+    Replacement("step3p5", "clamped_swiglu", ("x", "gate", "limit"), _clamped_swiglu),
 )
-"""What mlx-lm compiles without shapes, with a SiLU in it. The one that it would find at its first
-call, with however many tokens, would be its SiLU for ever."""
+"""Functions with a SiLU in them that mlx-lm compiles for all shapes at once. They are replaced as a
+whole: the SiLU that is in place at such a function's first call stays in it for inputs of every
+length."""
 
 
 @functools.partial(mx.compile, shapeless=True)
 def _powers(x: mx.array) -> tuple[mx.array, mx.array]:
-    """exp(x) as m 2^n: m, and n in the last bits of a float."""
+    """Give exp(x) as m 2^n: m, and n in the last bits of a float."""
     x = mx.maximum(x, LOWEST)
     rounded = x * LOG2_E + ROUNDING
     n = rounded - ROUNDING
@@ -162,7 +156,7 @@ def _powers(x: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def exp(x: mx.array) -> mx.array:
-    """Of float32 numbers up to 0."""
+    """The exponential of float32 numbers up to 0."""
     return cast(mx.array, _exp(x))
 
 
@@ -185,7 +179,7 @@ def _polynomial(coefficients: Sequence[float], x: mx.array) -> mx.array:
 
 
 def convolution(x: mx.array, weight: mx.array) -> mx.array:
-    """Depthwise, of x [B, T, C] with weight [C, K, 1], without padding."""
+    """A depthwise convolution of x [B, T, C] with weight [C, K, 1], without padding."""
     taps = mx.contiguous(weight[..., 0].T).astype(mx.float32)
     length = x.shape[1] - len(taps) + 1
     exact = x.astype(mx.float32)
@@ -196,23 +190,18 @@ def convolution(x: mx.array, weight: mx.array) -> mx.array:
 
 
 def _convolution(self: Any, x: mx.array) -> mx.array:
-    channels, taps, depth = self.weight.shape
-    plain = (self.stride, self.padding, self.dilation) == (1, 0, 1)
-    if (
-        not (plain and depth == 1 and self.groups == channels == x.shape[-1])
-        or x.shape[1] < SHORTEST + taps - 1
-        or x.dtype != self.weight.dtype
-        or mx.default_device() != mx.cpu
-    ):
+    is_long = x.shape[1] >= SHORTEST + self.weight.shape[1] - 1
+    if not (is_depthwise(self, x) and is_long and mx.default_device() == mx.cpu):
         return _stock["convolution"](self, x)
-    y = convolution(x, self.weight)
-    return y + self.bias if "bias" in self else y
+    return with_bias(self, convolution(x, self.weight))
 
 
 def attention(
     q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array | str | None = None
 ) -> mx.array:
-    """Of q [B, Hq, T, D] to k and v [B, Hk, L, D], as `mx.fast.scaled_dot_product_attention`."""
+    """Attention of q [B, Hq, T, D] to k and v [B, Hk, L, D].
+
+    It is for the same arguments as `mx.fast.scaled_dot_product_attention`."""
     batch, heads, length, dim = q.shape
     key_heads, context = k.shape[1:3]
     grouped = (q.astype(mx.float32) * scale).reshape(batch, key_heads, -1, length, dim)
@@ -241,7 +230,8 @@ def attention(
 
 
 def _causal(rows: int, seen: int) -> mx.array:
-    """What is added to the scores of the last `rows` tokens of `seen`, so that none looks ahead."""
+    """The numbers to add to the scores of the last `rows` of `seen` tokens, so that no token sees a
+    later one."""
     ahead = mx.triu(mx.full((rows, rows), HIDDEN), k=1)
     return mx.pad(ahead, [(0, 0), (seen - rows, 0)])
 
@@ -262,7 +252,7 @@ def _attention(
 
 
 def _fits(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> bool:
-    """Whether ours knows these. What is wrong with others is MLX's to say."""
+    """Our attention takes these arguments. MLX's own raises for those that are wrong."""
     tokens, context = q.shape[2], k.shape[2]
     if tokens < SHORTEST or not context or not q.shape[0] == k.shape[0] == v.shape[0]:
         return False

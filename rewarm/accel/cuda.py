@@ -1,4 +1,4 @@
-"""The gated delta rule in one CUDA kernel: for which shapes, and how it is launched."""
+"""Launch the CUDA kernel of the gated delta rule, for the shapes that it takes (docs/accel.md)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from .launch import FLOATS, Launch, agree, kernel
 
 Rule = Callable[..., tuple[mx.array, mx.array]]
 
-HALF = 128  # threads of a block that have the state; as many bring tokens
-FULL = 100  # blocks: with fewer, a large GPU has processors without any
-CHECKED = 37  # tokens of the check before first use: more than one tile, the last one not full
+HALF = 128
+"""Threads of a block that hold the state. As many others load the tokens."""
+FULL = 100
+"""Blocks below which some processors of a large GPU have none."""
+CHECKED = 37
+"""Tokens of the check before first use: several tiles, of which the last one is not full."""
 
 
 class Form(NamedTuple):
-    """How the state of a head is shared out."""
+    """How the state of a head is divided among threads."""
 
-    lanes: int  # that share a row
-    rows: int  # of a lane
+    lanes: int
+    """Threads that share a row."""
+    rows: int
+    """Rows that a thread has a share of."""
 
     @property
     def block(self) -> int:
@@ -31,25 +36,25 @@ class Form(NamedTuple):
 
 
 def form(key_dim: int, value_dim: int, heads: int) -> Form | None:
-    """The one for such heads, if there is one: of the sequence's heads, and not of how many
-    sequences there are, since a prompt is to give the same bits in a batch as alone.
+    """The form for heads of such sizes, or None where the kernel has none.
 
-    More rows of a lane are fewer reads of keys for each, and fewer blocks.
+    It does not depend on the number of sequences: a prompt gives the same bits in a batch as alone.
+    With more rows a thread reads keys less often for each row, and there are fewer blocks.
     """
     parts = key_dim // 4
     lanes = next((x for x in (32, 16) if parts % x == 0 and parts > x), 8)
     for rows in (4, 2, 1):
         found = Form(lanes, rows)
         fits = key_dim * rows <= 32 * lanes or rows == 1  # in registers
-        summed = rows * 4 <= lanes  # the sums of four tokens, a row and a token to a lane
+        summed = rows * 4 <= lanes  # of four tokens, each thread gets one sum: a row's and token's
         fills = rows < 4 or heads * value_dim >= FULL * found.block
         if fits and summed and fills and value_dim % found.block == 0:
             return found
     return None
 
 
-class Kind(NamedTuple):
-    """What one compiled kernel is for."""
+class DeltaVariant(NamedTuple):
+    """The properties for which the kernel is compiled and checked once."""
 
     queries: mx.Dtype
     values: mx.Dtype
@@ -62,17 +67,19 @@ class Kind(NamedTuple):
     masked: bool
 
 
-def kind_of(q: mx.array, v: mx.array, g: mx.array, beta: mx.array, mask: mx.array | None) -> Kind:
+def variant_of(
+    q: mx.array, v: mx.array, g: mx.array, beta: mx.array, mask: mx.array | None
+) -> DeltaVariant:
     sizes = (q.shape[-1], v.shape[-1], v.shape[-2], g.ndim == 4, mask is not None)
-    return Kind(q.dtype, v.dtype, g.dtype, beta.dtype, *sizes)
+    return DeltaVariant(q.dtype, v.dtype, g.dtype, beta.dtype, *sizes)
 
 
 def fits(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array) -> bool:
-    """Whether the kernel knows such shapes, and there is a device for it."""
-    return is_cuda() and _knows(q, k, v, g, beta)
+    """The kernel takes arrays like these, and there is a device for it."""
+    return is_cuda() and _takes(q, k, v, g, beta)
 
 
-def _knows(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array) -> bool:
+def _takes(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array) -> bool:
     key_dim = q.shape[-1]
     return (
         key_dim % 32 == 0
@@ -86,29 +93,29 @@ def _knows(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array) -
 
 
 @functools.cache
-def agrees(chunked: Rule, kind: Kind) -> bool:
-    """Whether the kernel gives what the chunked form does for a few tokens."""
-    given = _sample(kind)
+def agrees(chunked: Rule, variant: DeltaVariant) -> bool:
+    """Try the kernel on a few tokens, and return true where it agrees with the chunked form."""
+    given = _sample(variant)
     return agree(
         "gated delta layers run in chunks", lambda: in_steps(*given), lambda: chunked(*given)
     )
 
 
-def _sample(kind: Kind) -> tuple[Any, ...]:
-    """Two sequences; where it goes, two heads to a key."""
-    heads = (2, CHECKED, kind.heads)
-    shape = (2, CHECKED, kind.heads // (2 - kind.heads % 2), kind.key_dim)
+def _sample(variant: DeltaVariant) -> tuple[Any, ...]:
+    """Random arguments: two sequences, and two heads to a key where their number is even."""
+    heads = (2, CHECKED, variant.heads)
+    shape = (2, CHECKED, variant.heads // (2 - variant.heads % 2), variant.key_dim)
     keys = [mx.random.key(i) for i in range(6)]
-    q, k = (mx.random.normal(shape, key=key) * kind.key_dim**-0.5 for key in keys[:2])
-    v = mx.random.normal((*heads, kind.value_dim), key=keys[2])
-    g = mx.random.uniform(0.5, 1, (*heads, *[kind.key_dim] * kind.by_key), key=keys[3])
+    q, k = (mx.random.normal(shape, key=key) * variant.key_dim**-0.5 for key in keys[:2])
+    v = mx.random.normal((*heads, variant.value_dim), key=keys[2])
+    g = mx.random.uniform(0.5, 1, (*heads, *[variant.key_dim] * variant.by_key), key=keys[3])
     beta = mx.random.uniform(0, 1, heads, key=keys[4])
-    state = mx.random.normal((2, kind.heads, kind.value_dim, kind.key_dim), key=keys[5])
+    state = mx.random.normal((2, variant.heads, variant.value_dim, variant.key_dim), key=keys[5])
     mask = None
-    if kind.masked:  # the outputs of masked tokens mean nothing, but a query of 0 reads 0
+    if variant.masked:  # the outputs of masked tokens mean nothing, but a query of 0 reads 0
         mask = mx.arange(CHECKED)[None] >= mx.array([[0], [9]])
         q = mx.where(mask[..., None, None], q, 0)
-    dtypes = (kind.queries, kind.queries, kind.values, kind.gates, kind.writes)
+    dtypes = (variant.queries, variant.queries, variant.values, variant.gates, variant.writes)
     arrays = (x.astype(dtype) for x, dtype in zip((q, k, v, g, beta), dtypes, strict=True))
     return *arrays, state, mask
 
@@ -122,7 +129,7 @@ def in_steps(
     state: mx.array | None = None,
     mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """As `delta.chunked`, for shapes that fit."""
+    """Compute what `delta.chunked` computes, for arrays that fit."""
     batch, length, heads, value_dim = v.shape
     if state is None:
         state = mx.zeros((batch, heads, value_dim, q.shape[-1]))
@@ -139,7 +146,7 @@ def _launched(*given: mx.array) -> Sequence[mx.array]:
     batch, _, heads, value_dim = v.shape
     found = form(q.shape[-1], value_dim, heads)
     assert found is not None
-    # MLX knows a compiled kernel by its name and these: what the source depends on must be here.
+    # MLX finds a compiled kernel by its name and these. So all that changes it must be among them.
     template = [
         *zip("TVGW", (q.dtype, v.dtype, g.dtype, beta.dtype), strict=True),
         ("Dk", q.shape[-1]),
@@ -163,7 +170,7 @@ def _launched(*given: mx.array) -> Sequence[mx.array]:
 def _gradients(
     primals: Sequence[mx.array], cotangents: Sequence[mx.array], _: Sequence[mx.array]
 ) -> list[mx.array]:
-    """Those of the chunked form: mlx-lm trains through this function."""
+    """The gradients of the chunked form. mlx-lm trains through this function."""
     from .delta import chunked
 
     masks = list(primals[6:])

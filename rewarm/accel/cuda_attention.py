@@ -1,9 +1,9 @@
-"""Attention of some queries to many keys in a CUDA kernel (docs/accel.md).
+"""Attention of some queries to many keys by a CUDA kernel (docs/accel.md).
 
-MLX leaves it to cuDNN, which plans anew for every number of queries and keys that it has not seen,
-40 ms or more: every prompt that goes on from a cached one is such a case. Heads that cuDNN does not
-take go through products of odd sizes, which are slow. And few queries leave most of a GPU idle, so
-here the keys are shared out among its processors, too.
+MLX leaves it to cuDNN, which takes 40 ms or more to plan for numbers of queries and keys that it
+has not seen: every prompt that goes on from a cached one is such a case. Heads that cuDNN does not
+take go through products of odd sizes, which are slow. Few queries leave most of a GPU idle, so here
+the keys are divided among its processors as well.
 """
 
 from __future__ import annotations
@@ -18,33 +18,31 @@ from . import is_off
 from .device import is_cuda
 from .kernels.attention import ATTENTION, HEAD_DIMS, HEADER, TOGETHER
 from .launch import Launch, agree, kernel
-from .replace import note
+from .replace import swap
 
 PLANNED_DIM = 128
-"""Heads up to this size go through cuDNN, which has the faster kernel for many queries."""
+"""Many queries of heads up to this size go through cuDNN, whose kernel is then the faster one."""
 MOST_QUERIES, MOST_SCORES = 1024, 1 << 26
-"""For which its plan costs more than that saves."""
+"""Up to these, cuDNN's plan costs more than its faster kernel saves."""
 LONG = 256
-"""Keys from which a single query goes through cuDNN, too, with a plan for every 256 more."""
+"""Keys from which MLX leaves a single query to cuDNN, too, with a plan for every 256 more."""
 BLOCKS = 264
-"""That keep a large GPU at work."""
+"""Blocks that keep all processors of a large GPU busy."""
 LEAST_KEYS = 128
-"""That are worth a block."""
+"""The fewest keys for which another block pays."""
 
 HOPPER_ROWS = 64
-"""Of a product there: queries, of all heads that share a key."""
+"""Rows of one product on Hopper GPUs. A row is a query of one of the heads that share a key."""
 
 _stock: list[Callable[..., mx.array]] = []
 
 
 def install() -> bool:
-    """Make MLX use it on CUDA; says whether it does."""
+    """Make MLX use the kernel on CUDA; return true where it does."""
     if is_off() or not is_cuda():
         return False
     if not _stock:
-        _stock.append(mx.fast.scaled_dot_product_attention)
-        note(_attention, _stock[0])
-        mx.fast.scaled_dot_product_attention = _attention
+        _stock.append(swap(mx.fast, "scaled_dot_product_attention", _attention))
     return True
 
 
@@ -57,7 +55,9 @@ def attention(
     causal: bool = False,
     hopper: bool = False,
 ) -> mx.array:
-    """Of q [B, Hq, T, D] to k and v [B, Hk, L, D], as `mx.fast.scaled_dot_product_attention`."""
+    """Attention of q [B, Hq, T, D] to k and v [B, Hk, L, D].
+
+    It gives what `mx.fast.scaled_dot_product_attention` gives."""
     return _differentiable(scale, causal, hopper)(q, k, v)
 
 
@@ -69,7 +69,7 @@ def _differentiable(scale: float, causal: bool, hopper: bool) -> Callable[..., m
 
     @launched.vjp
     def gradients(given: Sequence[mx.array], cotangent: mx.array, _: mx.array) -> list[mx.array]:
-        """Those of MLX's own."""
+        """The gradients of MLX's own attention."""
 
         def stock(*given: mx.array) -> list[mx.array]:
             return [_stock[0](*given, scale=scale, mask="causal" if causal else None)]
@@ -115,13 +115,13 @@ def _launched(
 
 
 def fills_hopper(q: mx.array, k: mx.array) -> bool:
-    """Whether it is to be Hopper's products: of as many rows at once as these have."""
+    """The GPU is a Hopper, and there are as many rows as one of its products takes."""
     return q.shape[1] // k.shape[1] * q.shape[2] >= HOPPER_ROWS and is_hopper()
 
 
 @functools.cache
 def is_hopper() -> bool:
-    """Whether the GPU has instructions that those before it lack, and those after it."""
+    """The GPU has the instructions of Hopper, which neither older nor newer GPUs have."""
     return mx.device_info(mx.gpu).get("architecture") == "sm_90"
 
 
@@ -132,8 +132,8 @@ def _facts(scale: float, group: int) -> mx.array:
     return facts
 
 
-class Kind(NamedTuple):
-    """What one compiled kernel is for."""
+class AttentionVariant(NamedTuple):
+    """The properties for which the kernel is compiled and checked once."""
 
     dtype: mx.Dtype
     dim: int
@@ -154,17 +154,17 @@ def _attention(
     plain = sinks is None and not options and scale > 0
     if not (plain and is_cuda() and fits(q, k, v, mask)):
         return _stock[0](q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
-    causal = mask is not None or q.shape[2] == 1  # which are the same for the last one
-    kind = Kind(q.dtype, q.shape[-1], causal, fills_hopper(q, k))
-    if kind.hopper and not agrees(kind):
-        kind = kind._replace(hopper=False)
-    if not agrees(kind):
+    causal = mask is not None or q.shape[2] == 1  # the last token may see all keys anyway
+    variant = AttentionVariant(q.dtype, q.shape[-1], causal, fills_hopper(q, k))
+    if variant.hopper and not agrees(variant):
+        variant = variant._replace(hopper=False)
+    if not agrees(variant):
         return _stock[0](q, k, v, scale=scale, mask=mask)
-    return attention(q, k, v, scale=scale, causal=causal, hopper=kind.hopper)
+    return attention(q, k, v, scale=scale, causal=causal, hopper=variant.hopper)
 
 
 def fits(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> bool:
-    """Whether the kernel knows such shapes, and is the faster one for them."""
+    """The kernel takes these arguments, and is faster than MLX's own."""
     queries, dim, keys = q.shape[2], q.shape[-1], k.shape[2]
     known = (
         (mask is None or (isinstance(mask, str) and mask == "causal"))
@@ -186,16 +186,17 @@ def fits(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> 
 
 
 @functools.cache
-def agrees(kind: Kind) -> bool:
-    """Whether the kernel gives what MLX's own does for a few tokens."""
-    queries, keys = 37 if kind.hopper else 21, 12 * LEAST_KEYS + 5
-    shapes = ((1, 4, queries, kind.dim), (1, 2, keys, kind.dim), (1, 2, keys, kind.dim))
+def agrees(variant: AttentionVariant) -> bool:
+    """Try the kernel on a few tokens, and return true where it agrees with MLX's own."""
+    dtype, dim, causal, hopper = variant
+    queries, keys = 37 if hopper else 21, 12 * LEAST_KEYS + 5
+    shapes = ((1, 4, queries, dim), (1, 2, keys, dim), (1, 2, keys, dim))
     draw = (mx.random.normal(s, key=mx.random.key(i)) for i, s in enumerate(shapes))
-    q, k, v = (x.astype(kind.dtype) for x in draw)
-    scale, mask = kind.dim**-0.5, "causal" if kind.causal else None
+    q, k, v = (x.astype(dtype) for x in draw)
+    scale, mask = dim**-0.5, "causal" if causal else None
     return agree(
-        f"attention is left to {'the kernel for all GPUs' if kind.hopper else 'MLX'}",
-        lambda: [attention(q, k, v, scale=scale, causal=kind.causal, hopper=kind.hopper)],
+        f"attention is left to {'the kernel for all GPUs' if hopper else 'MLX'}",
+        lambda: [attention(q, k, v, scale=scale, causal=causal, hopper=hopper)],
         lambda: [_stock[0](q, k, v, scale=scale, mask=mask)],
     )
 

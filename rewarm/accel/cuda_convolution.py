@@ -1,26 +1,24 @@
-"""A depthwise convolution in a CUDA kernel (docs/accel.md).
+"""Depthwise convolutions by a CUDA kernel (docs/accel.md).
 
-MLX leaves it to cuDNN, which takes 200 ms to plan for a number of tokens that it has not seen.
+MLX leaves them to cuDNN, which takes 200 ms to plan for a number of tokens that it has not seen.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
 
 from . import is_off
+from .depthwise import is_depthwise, with_bias
 from .device import is_cuda
 from .launch import FLOATS, Launch, agree, kernel
-from .replace import note
-
-nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow
+from .replace import nn, swap
 
 MOST_TOKENS = 1 << 16
-"""That a launch has room for."""
+"""The most tokens that a launch takes: CUDA limits the blocks of this dimension."""
 
 _stock: list[Callable[..., mx.array]] = []
 
@@ -40,18 +38,16 @@ SOURCE = """
 
 
 def install() -> bool:
-    """Make MLX use it on CUDA; says whether it does."""
+    """Make MLX use the kernel on CUDA; return true where it does."""
     if is_off() or not is_cuda():
         return False
     if not _stock:
-        _stock.append(nn.Conv1d.__call__)
-        note(_convolution, _stock[0])
-        nn.Conv1d.__call__ = _convolution
+        _stock.append(swap(nn.Conv1d, "__call__", _convolution))
     return True
 
 
 def convolution(x: mx.array, weight: mx.array) -> mx.array:
-    """Depthwise, of x [B, T, C] with weight [C, K, 1], without padding."""
+    """A depthwise convolution of x [B, T, C] with weight [C, K, 1], without padding."""
     return cast(mx.array, _launched(x, weight))
 
 
@@ -72,7 +68,7 @@ def _launched(x: mx.array, weight: mx.array) -> mx.array:
 
 @_launched.vjp
 def _gradients(given: Sequence[mx.array], cotangent: mx.array, _: mx.array) -> list[mx.array]:
-    """Those of MLX's own."""
+    """The gradients of MLX's own convolution."""
     return mx.vjp(lambda *given: [_convolved(*given)], list(given), [cotangent])[1]
 
 
@@ -81,24 +77,21 @@ def _convolved(x: mx.array, weight: mx.array) -> mx.array:
 
 
 def _convolution(self: Any, x: mx.array) -> mx.array:
-    channels, taps, depth = self.weight.shape
-    plain = (self.stride, self.padding, self.dilation) == (1, 0, 1)
+    taps = self.weight.shape[1]
     if (
-        not (plain and depth == 1 and self.groups == channels == x.shape[-1])
-        or not taps <= x.shape[1] < MOST_TOKENS
-        or x.dtype not in FLOATS
-        or self.weight.dtype != x.dtype
-        or not is_cuda()
-        or not agrees(x.dtype, taps)
+        is_depthwise(self, x)
+        and taps <= x.shape[1] < MOST_TOKENS
+        and x.dtype in FLOATS
+        and is_cuda()
+        and agrees(x.dtype, taps)
     ):
-        return _stock[0](self, x)
-    y = convolution(x, self.weight)
-    return y + self.bias if "bias" in self else y
+        return with_bias(self, convolution(x, self.weight))
+    return _stock[0](self, x)
 
 
 @functools.cache
 def agrees(dtype: mx.Dtype, taps: int) -> bool:
-    """Whether the kernel gives what MLX's own does for a few tokens."""
+    """Try the kernel on a few tokens, and return true where it agrees with MLX's own."""
     x = mx.random.normal((2, 37, 48), key=mx.random.key(0)).astype(dtype)
     weight = mx.random.normal((48, taps, 1), key=mx.random.key(1)).astype(dtype)
     return agree(

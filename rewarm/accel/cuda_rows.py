@@ -1,7 +1,7 @@
-"""Rows of many segments joined in one launch on CUDA.
+"""Join rows of many segments in one launch on CUDA (docs/accel.md).
 
-MLX's concatenation has a launch for each part: on a long path more time goes into launching than
-into copying.
+MLX's concatenation launches a kernel for each span. On a long path that takes more time than the
+copying itself.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from . import is_off
 from .device import is_cuda
 from .launch import Launch, agree, kernel
 
-MOST_PARTS = 256
-"""That a kernel takes. It always takes so many, since each number would be another kernel, and
-compiling one takes longer than a thousand restores."""
+MOST_SPANS = 256
+"""Spans that a kernel takes. It always takes so many: each number would be a kernel of its own, and
+to compile one takes longer than a thousand restores."""
 MOST_RESULTS = 128
-"""That a kernel makes: its parameters have room for some 500 addresses."""
+"""The most arrays that a kernel makes: its parameters have room for some 500 addresses."""
 ROWS = 256
-"""Copied by a block."""
+"""Rows that a block copies."""
 UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}
 
 SOURCE = """
@@ -59,8 +59,8 @@ SOURCE = """
 """
 
 
-class Part(NamedTuple):
-    """Rows `start` to `stop` of an array (1, heads, tokens, width)."""
+class RowSpan(NamedTuple):
+    """The rows from `start` to `stop` of an array (1, heads, tokens, width)."""
 
     array: mx.array
     start: int
@@ -68,14 +68,14 @@ class Part(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Which of an array's heads make a result."""
+    """The heads of an array that make a result."""
 
     first: int
     number: int
 
 
-class Kind(NamedTuple):
-    """What one compiled kernel is for."""
+class RowsVariant(NamedTuple):
+    """The properties for which the kernel is compiled and checked once."""
 
     dtype: mx.Dtype
     width: int
@@ -83,60 +83,60 @@ class Kind(NamedTuple):
 
 
 def fits(array: mx.array, results: int) -> bool:
-    """Whether so many arrays can be made of parts like this one, here."""
+    """The kernel can make so many arrays of spans of arrays like this one, on this device."""
     if not is_cuda() or is_off():
         return False
     numbers = {MOST_RESULTS} if results > MOST_RESULTS else set()
     numbers.add(results % MOST_RESULTS or MOST_RESULTS)
-    return all(agrees(Kind(array.dtype, array.shape[3], number)) for number in numbers)
+    return all(agrees(RowsVariant(array.dtype, array.shape[3], number)) for number in numbers)
 
 
 @functools.cache
-def agrees(kind: Kind) -> bool:
-    """Whether the kernel gives what concatenation does for a few rows."""
-    array = mx.random.randint(0, 100, (1, 3, 300, kind.width), key=mx.random.key(0))
-    array = array.astype(kind.dtype)
-    parts = [Part(array, 3, 300), Part(array, 0, 1), Part(array, 7, 250)]
-    whole = mx.concatenate([a[:, 1:3, i:j] for a, i, j in parts], axis=2)
+def agrees(variant: RowsVariant) -> bool:
+    """Try the kernel on a few rows, and return true where it agrees with MLX's concatenation."""
+    array = mx.random.randint(0, 100, (1, 3, 300, variant.width), key=mx.random.key(0))
+    array = array.astype(variant.dtype)
+    spans = [RowSpan(array, 3, 300), RowSpan(array, 0, 1), RowSpan(array, 7, 250)]
+    whole = mx.concatenate([a[:, 1:3, i:j] for a, i, j in spans], axis=2)
     whole = mx.pad(whole, [(0, 0), (0, 0), (0, 5), (0, 0)])
     return agree(
-        "rows are joined part by part",
-        lambda: joined(parts, [Heads(1, 2)] * kind.results, 5),
-        lambda: [whole] * kind.results,
+        "rows are joined span by span",
+        lambda: joined(spans, [Heads(1, 2)] * variant.results, 5),
+        lambda: [whole] * variant.results,
     )
 
 
-def joined(parts: Sequence[Part], results: Sequence[Heads], room: int) -> list[mx.array]:
-    """Arrays of the given heads over all parts one after another, and `room` rows of zeros."""
-    if len(parts) > MOST_PARTS:
-        runs = [parts[at : at + MOST_PARTS] for at in range(0, len(parts), MOST_PARTS)]
-        rooms = [0] * (len(runs) - 1) + [room]
-        made = [joined(run, results, its) for run, its in zip(runs, rooms, strict=True)]
+def joined(spans: Sequence[RowSpan], results: Sequence[Heads], zeros: int) -> list[mx.array]:
+    """For each result, an array of its heads over all spans in order, and so many rows of zeros."""
+    if len(spans) > MOST_SPANS:
+        runs = [spans[at : at + MOST_SPANS] for at in range(0, len(spans), MOST_SPANS)]
+        ends = [0] * (len(runs) - 1) + [zeros]
+        made = [joined(run, results, end) for run, end in zip(runs, ends, strict=True)]
         return [mx.concatenate(list(each), axis=2) for each in zip(*made, strict=True)]
     found: list[mx.array] = []
     for at in range(0, len(results), MOST_RESULTS):
-        found += _launched(parts, results[at : at + MOST_RESULTS], room)
+        found += _launched(spans, results[at : at + MOST_RESULTS], zeros)
     return found
 
 
-def _launched(parts: Sequence[Part], results: Sequence[Heads], room: int) -> list[mx.array]:
-    array = parts[0].array
+def _launched(spans: Sequence[RowSpan], results: Sequence[Heads], zeros: int) -> list[mx.array]:
+    array = spans[0].array
     width, dtype = array.shape[3], array.dtype
     unit = next(size for size in UNITS if width * dtype.size % size == 0)
     units = width * dtype.size // unit
-    arrays = [p.array for p in parts] + [array] * (MOST_PARTS - len(parts))
+    arrays = [span.array for span in spans] + [array] * (MOST_SPANS - len(spans))
     at, plan = 0, []
-    for part in parts:
-        plan += [at, part.start, part.array.shape[2]]
-        at += part.stop - part.start
-    total = at + room
+    for span in spans:
+        plan += [at, span.start, span.array.shape[2]]
+        at += span.stop - span.start
+    total = at + zeros
     heads = [(i, j, h.first + j) for i, h in enumerate(results) for j in range(h.number)]
-    table = np.array([len(parts), total, *plan, at, *(n for head in heads for n in head)], np.int32)
+    table = np.array([len(spans), total, *plan, at, *(n for head in heads for n in head)], np.int32)
     return list(
         _kernel(len(results), UNITS[unit])(
             inputs=[*arrays, mx.array(table)],
             template=[
-                *(("T", dtype), ("PARTS", MOST_PARTS), ("RESULTS", len(results))),
+                *(("T", dtype), ("PARTS", MOST_SPANS), ("RESULTS", len(results))),
                 *(("WIDTH", units), ("LANES", min(256, 1 << (units - 1).bit_length()))),
                 ("ROWS", ROWS),
             ],
@@ -150,7 +150,7 @@ def _launched(parts: Sequence[Part], results: Sequence[Heads], room: int) -> lis
 
 @functools.cache
 def _kernel(results: int, unit: str) -> Launch:
-    inputs = [f"s{i}" for i in range(MOST_PARTS)]
+    inputs = [f"s{i}" for i in range(MOST_SPANS)]
     outputs = [f"r{i}" for i in range(results)]
     pointers = [f"from[{i}] = (const Unit*){name};" for i, name in enumerate(inputs)]
     pointers += [f"into[{i}] = (Unit*){name};" for i, name in enumerate(outputs)]

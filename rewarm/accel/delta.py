@@ -1,66 +1,69 @@
-"""The gated delta rule in chunks, where mlx-lm goes token by token (docs/accel.md).
+"""Compute the gated delta rule in chunks, where mlx-lm goes token by token (docs/accel.md).
 
 For a head with state S [Dv, Dk], a token does S = S g, d = beta (v - S k), S = S + d k', y = S q.
-Over a chunk, with D[t, s] the product of the gates after s up to t and G[t] that of all up to t,
+Over a chunk, let D[t, s] be the product of the gates after s up to t, and G[t] that of all up to t:
 
     (I + A) d = beta (v - G k S'),   A[t, s] = beta[t] D[t, s] k[t] k[s]   for s < t
     y = G q S' + P d,                P[t, s] = D[t, s] q[t] k[s]           for s <= t
 
-so all is matrix products, but for S that goes from chunk to chunk.
+So all of it is matrix products, but for S, which goes from chunk to chunk.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from . import cuda, is_off
+from .cuda import Rule
 from .replace import check_parameters, note, say_once
 
-Rule = Callable[..., tuple[mx.array, mx.array]]
-
-PARAMETERS = ("q", "k", "v", "g", "beta", "state", "mask")  # of the function that is replaced
-GPU_CHUNK = 64  # where launches cost more than work
+PARAMETERS = ("q", "k", "v", "g", "beta", "state", "mask")
+"""The parameters of mlx-lm's function that is replaced."""
+GPU_CHUNK = 64
+"""Tokens of a chunk on a GPU, where launches cost more than the work."""
 CPU_CHUNK = 32
 SMALL_CPU_CHUNK = 16
-# OpenBLAS splits larger products (m * n * k) among threads. Thousands of small ones then wait for
-# one another, and on cores that other programs use a wait is a time slice.
 ONE_THREAD = 2**18
-# Numbers of a stretch's keys, in all heads of a prompt. What is made of so many stays in a core's
-# caches, and the next stretch is made in the same place: of a few times as many it goes to memory.
+"""OpenBLAS splits products of more multiplications among threads. Thousands of small products then
+wait for one another, and on cores that other programs use each wait takes a time slice."""
 STRETCH = 2**17
-# Where a chunk overtakes the loop: tokens on a GPU, tokens times the state's size on a CPU.
+"""Numbers in the keys of a stretch, in all heads of a prompt. The arrays that are made of so many
+stay in a core's caches, and the next stretch uses the same memory. Larger ones go to main memory.
+"""
 GPU_PAYS = 8
+"""Tokens from which a chunk is faster than the loop on a GPU."""
 CPU_PAYS = 2**17
+"""The same on a CPU, in tokens times the numbers of a state."""
 
 _stock: Rule | None = None
 
 
 class Decayed(NamedTuple):
-    """A chunk's keys and queries with the gates multiplied in."""
+    """The keys and queries of a chunk, multiplied by gates."""
 
     key_products: list[mx.array]
-    """k[t] k[s] for s < t in parts, as `levels` has them."""
+    """k[t] k[s] for s < t, in the parts that `levels` gives."""
     query_products: mx.array
     """q[t] k[s] for s <= t, else 0."""
     queries: mx.array
-    """Decayed from the chunk's start; meets the state before the chunk."""
+    """Each query times the gates from the chunk's start: it reads the state before the chunk."""
     keys: mx.array
-    """The same for the keys."""
+    """Each key times the same gates."""
     keys_left: mx.array
-    """Decayed to the chunk's end: what the state after the chunk has of each key."""
+    """Each key times the gates after it: its share in the state after the chunk."""
     whole: mx.array
     """The decay of the state over the chunk."""
 
 
 def install() -> bool:
-    """Make mlx-lm's gated delta layers run in chunks; says whether they do.
+    """Make mlx-lm's gated delta layers run in chunks; return true where they do.
 
-    On Metal mlx-lm has a kernel of its own, and nothing is done.
+    On Metal mlx-lm has a kernel of its own, and nothing is replaced.
     """
     global _stock
     if is_off() or mx.metal.is_available():
@@ -96,8 +99,8 @@ def _installed(
 def rule_for(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, mask: mx.array | None
 ) -> Rule:
-    """The fastest there is for these shapes on the device at hand."""
-    if cuda.fits(q, k, v, g, beta) and cuda.agrees(chunked, cuda.kind_of(q, v, g, beta, mask)):
+    """The fastest way to compute the rule for such arrays on this device."""
+    if cuda.fits(q, k, v, g, beta) and cuda.agrees(chunked, cuda.variant_of(q, v, g, beta, mask)):
         return cuda.in_steps
     return chunked if _stock is None or _pays(q, v) else _stock
 
@@ -118,15 +121,15 @@ def chunked(
     state: mx.array | None = None,
     mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Outputs [B, T, Hv, Dv] and the state [B, Hv, Dv, Dk] after the last token.
+    """Give the outputs [B, T, Hv, Dv] and the state [B, Hv, Dv, Dk] after the last token.
 
     q and k are [B, T, Hk, Dk], v is [B, T, Hv, Dv] with Hv a multiple of Hk, g is [B, T, Hv] or
-    [B, T, Hv, Dk], beta is [B, T, Hv]. A token that `mask` [B, T] has as false leaves the state as
-    it is; its output means nothing.
+    [B, T, Hv, Dk], beta is [B, T, Hv]. A token whose `mask` [B, T] is false leaves the state as it
+    is; its output means nothing.
     """
     batch, length, key_heads, key_dim = q.shape
     heads, value_dim = v.shape[-2:]
-    if mask is not None:  # 0 times what lies in a masked place may be no number
+    if mask is not None:  # not times 0: a masked place may hold an infinity or NaN
         k, v = (mx.where(mask[..., None, None], x, 0) for x in (k, v))
         beta = mx.where(mask[..., None], beta, 0)
         g = mx.where(mask[..., None] if g.ndim == 3 else mask[..., None, None], g, 1)
@@ -145,7 +148,7 @@ def chunked(
 def _stretch(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """As `chunked`, with the state as [1, B, Hk, Hv / Hk, Dk, Dv]."""
+    """Compute what `chunked` does for a stretch, with the state as [1, B, Hk, Hv / Hk, Dk, Dv]."""
     length, key_heads, key_dim = q.shape[1:]
     by_key = g.ndim == 4
     size = chunk_size(length, key_dim, v.shape[-1], by_key)
@@ -157,14 +160,14 @@ def _stretch(
     solved = inverse([writes[..., None] * part for part in decayed.key_products])
     solved = solved * writes[..., None, :]
     alone = solved @ values  # the deltas from a state of zeros
-    reads = solved @ decayed.keys  # what the state takes from them
+    reads = solved @ decayed.keys  # times the state, to be taken from the deltas
     y_alone = decayed.query_products @ alone
     y_reads = mx.addmm(decayed.queries, decayed.query_products, reads, alpha=-1)
 
     chunks = (alone, reads, y_alone, y_reads, decayed.whole, decayed.keys_left)
     outputs = []
     for alone, reads, y_alone, y_reads, whole, left in each_chunk(*chunks):
-        # Here, and not for all chunks at once: their states together are too much memory.
+        # Not for all chunks at once: their states together take too much memory.
         outputs.append(mx.addmm(y_alone, y_reads, state))
         delta = mx.addmm(alone, reads, state, alpha=-1)
         state = mx.addmm(state * whole, left.swapaxes(-1, -2), delta)
@@ -172,8 +175,10 @@ def _stretch(
 
 
 def stretches(length: int, width: int) -> Iterator[slice]:
-    """The tokens to take at once, of so many numbers each: of one prompt, since a prompt is to give
-    the same bits in a batch as alone."""
+    """Cut a prompt into the slices of tokens to compute at once.
+
+    `width` is how many numbers the keys of a token have. The number of prompts does not count: a
+    prompt gives the same bits in a batch as alone."""
     step = length
     if mx.default_device() == mx.cpu:
         step = max(CPU_CHUNK, STRETCH // width // CPU_CHUNK * CPU_CHUNK)
@@ -181,20 +186,20 @@ def stretches(length: int, width: int) -> Iterator[slice]:
 
 
 def chunk_size(length: int, key_dim: int, value_dim: int, by_key: bool) -> int:
-    """A chunk's tokens: the work for a token grows with them, the number of steps falls."""
+    """Tokens of a chunk. With more of them there is more work for a token, and fewer steps."""
     longest = CPU_CHUNK
     if mx.default_device() != mx.cpu:
         longest = GPU_CHUNK
     elif by_key or CPU_CHUNK * key_dim * value_dim > ONE_THREAD:
         longest = SMALL_CPU_CHUNK
-    if by_key:  # as `products_by_key` wants it
+    if by_key:  # `products_by_key` takes powers of 2
         return min(longest, max(2, 1 << (length - 1).bit_length()))
     count = -(-length // longest)
-    return -(-length // count)  # alike, so that the last one is not mostly padding
+    return -(-length // count)  # all alike, so that the last one is not mostly padding
 
 
 def in_chunks(x: mx.array, size: int, key_heads: int, padding: int = 0) -> mx.array:
-    """[B, T, H, ...] as float32 [count, B, Hk, H / Hk, size, ...]"""
+    """Turn [B, T, H, ...] into float32 [count, B, Hk, H / Hk, size, ...]."""
     batch, length, heads = x.shape[:3]
     count = -(-length // size)
     missing = count * size - length
@@ -206,12 +211,12 @@ def in_chunks(x: mx.array, size: int, key_heads: int, padding: int = 0) -> mx.ar
 
 
 def each_chunk(*arrays: mx.array) -> Iterator[tuple[mx.array, ...]]:
-    """Chunk by chunk what `in_chunks` has joined. The first axis stays."""
+    """Go through arrays of `in_chunks` chunk by chunk. Each keeps a first axis of 1."""
     return zip(*(mx.split(x, x.shape[0]) for x in arrays), strict=True)
 
 
 def out_of_chunks(y: mx.array, length: int) -> mx.array:
-    """[count, B, Hk, H / Hk, size, D] as [B, T, H, D]"""
+    """Turn [count, B, Hk, H / Hk, size, D] into [B, T, H, D]."""
     count, batch, key_heads, shared_by, size, dim = y.shape
     y = y.transpose(1, 0, 4, 2, 3, 5).reshape(batch, count * size, key_heads * shared_by, dim)
     return y[:, :length]
@@ -219,8 +224,8 @@ def out_of_chunks(y: mx.array, length: int) -> mx.array:
 
 def decay_by_head(q: mx.array, k: mx.array, g: mx.array) -> Decayed:
     below, rest = _triangle(g.shape[-1])
-    # Products of gates and no sums of logarithms: a gate of 0 is one like any other, and nothing is
-    # taken apart again from a long sum.
+    # Gates are multiplied, and no logarithms are added: then a gate of 0 needs no care, and no
+    # small difference is taken of large sums.
     between = mx.cumprod(g[..., None] * below + rest, axis=-2)
     start = mx.cumprod(g, axis=-1)[..., None]
     products = (k @ k.swapaxes(-1, -2)) * between
@@ -253,14 +258,14 @@ def _decay_by_key(q: mx.array, k: mx.array, g: mx.array) -> Decayed:
 
 
 def products_by_key(reads: mx.array, writes: mx.array, gates: mx.array) -> list[mx.array]:
-    """Some vectors [..., R, size, D] times others [..., W, size, D]: t with s, decayed by the gates
-    between them, for s < t. In parts [..., R, size, W, size], as `levels` has them.
+    """Multiply vectors `reads` [..., R, size, D] with `writes` [..., W, size, D], for s < t.
 
-    The size is a power of 2, and the gates are [..., 1, size, D].
+    A product of t with s is decayed by the gates [..., 1, size, D] between them. The results are
+    [..., R, size, W, size], in the parts that `levels` gives. The size is a power of 2.
 
-    The decay from s to t is that from s to a point between, and on to t: between the two blocks
-    where `levels` parts them. Both factors are products of gates, so neither overflows, as a
-    quotient of products from the start would.
+    The decay from s to t is that from s to a point between them, times that from there to t. The
+    point lies between the two blocks of a part. Both factors are products of gates, so they cannot
+    overflow. A quotient of products from the start could.
     """
     size, dim = gates.shape[-2:]
     read_count, write_count = reads.shape[-3], writes.shape[-3]
@@ -270,7 +275,7 @@ def products_by_key(reads: mx.array, writes: mx.array, gates: mx.array) -> list[
         blocks = gates.reshape(*gates.shape[:-2], *pairs, dim)
         first = writes.reshape(*writes.shape[:-2], *pairs, dim)[..., 0, :, :]
         second = reads.reshape(*reads.shape[:-2], *pairs, dim)[..., 1, :, :]
-        if i:  # nothing is between a block of one token and the next
+        if i:  # between a block of one token and the next there are no gates
             left = mx.cumprod(blocks, axis=-2, reverse=True, inclusive=False)
             entered = mx.cumprod(blocks, axis=-2, inclusive=False)
             first = first * left[..., 0, :, :]
@@ -291,11 +296,11 @@ def products_by_key(reads: mx.array, writes: mx.array, gates: mx.array) -> list[
 
 
 def inverse(parts: Sequence[mx.array]) -> mx.array:
-    """(I + A)^-1, with A given as its parts by `levels`.
+    """Give (I + A)^-1, where A is given in the parts of `levels`.
 
-    From the inverses of two diagonal blocks comes that of both with the block below them. The
-    product (I - A)(I + A^2)(I + A^4)... is as many multiplications, but where keys repeat the
-    powers of A are large, and float32 does not survive their cancelling.
+    The inverses of two diagonal blocks give that of both together with the block below them. The
+    product (I - A)(I + A^2)(I + A^4)... takes as many multiplications. But where keys repeat, the
+    powers of A are large numbers that cancel, and float32 is not exact enough for that.
     """
     found = mx.eye(parts[0].shape[-1]) - parts[0]
     for part in parts[1:]:
@@ -305,15 +310,18 @@ def inverse(parts: Sequence[mx.array]) -> mx.array:
 
 @functools.cache
 def _triangle(size: int) -> tuple[mx.array, mx.array]:
-    """1 below the diagonal, else 0; and 1 minus that."""
+    """A matrix that is 1 below the diagonal and 0 elsewhere, and 1 minus that matrix."""
     below = np.tri(size, k=-1, dtype=np.float32)
     return mx.array(below), mx.array(1 - below)
 
 
 @functools.cache
 def levels(size: int) -> list[mx.array]:
-    """What is below the diagonal, in parts: of blocks of 1, 2, 4... rows, two and two are joined,
-    and a part is 1 in the rows of the second and the columns of the first."""
+    """Divide the places below the diagonal into parts, each given as a matrix of 0 and 1.
+
+    The rows are cut into blocks of 1, 2, 4... rows, one size for each part. Neighbouring blocks
+    form pairs. A part is 1 in the rows of the second block of a pair and the columns of the first.
+    """
     place = np.arange(size)
     found = []
     for i in range(max(1, (size - 1).bit_length())):

@@ -1,7 +1,7 @@
-"""The C library's memory on a Linux CPU: what one step frees is there for the next (docs/accel.md).
+"""Have the C library keep memory that one step frees for the next one (docs/accel.md).
 
-MLX keeps no buffers on a CPU. It asks the C library for each, which hands much of what is freed
-back to the system at once, and the system clears every page before it gives it out again.
+MLX keeps no buffers on a CPU. It asks the C library for each one. The C library gives much of the
+freed memory back to the system at once, and the system clears every page before it is used again.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import mlx.core as mx
 
 from . import is_off
 
-# glibc's numbers for what can be set. Setting one ends its guessing of both.
+# glibc's numbers for two of its settings. It adjusts both by itself until one of them is set.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 KEPT = 256 << 20
-"""Bytes that are free at the end of the heap before any goes back to the system."""
+"""Bytes that may be free at the end of the heap before they go back to the system."""
 APART = 32 << 20
-"""Bytes from which an allocation is the system's own and goes back with it: the most that glibc
-would come to by itself."""
+"""Bytes from which an allocation gets pages of its own, which go back to the system when it is
+freed. glibc by itself would adjust this up to the same number."""
 SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+"""Variables of the environment by which users set the same."""
 
 
 def install() -> bool:
-    """Says whether it is so: with glibc on a Linux CPU, unless the environment has its own say."""
+    """Set glibc up on a Linux CPU, unless the environment does; return true where it is set."""
     if is_off() or sys.platform != "linux" or mx.default_device() != mx.cpu:
         return False
     if any(name in os.environ for name in SETTINGS):
@@ -39,7 +40,7 @@ def install() -> bool:
 
 
 def give_back() -> None:
-    """What is free goes to the system now: buffers that MLX keeps, and the C library's memory."""
+    """Give free memory back to the system: buffers that MLX keeps, and the C library's heap."""
     mx.clear_cache()
     trim = _glibc("malloc_trim")
     if trim is not None:
@@ -47,7 +48,7 @@ def give_back() -> None:
 
 
 def _glibc(name: str) -> Callable[..., int] | None:
-    """A function of it, where it is the C library."""
+    """A function of glibc, or None where the C library is another one."""
     if sys.platform != "linux":
         return None
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)

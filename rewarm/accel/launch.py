@@ -1,4 +1,4 @@
-"""What the CUDA kernels have in common."""
+"""Make CUDA kernels, and check them before they are first used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Launch = Callable[..., Sequence[mx.array]]
 
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 TOLERANCE = 1e-2
-"""Of the check before first use: products may be TF32, outputs bfloat16."""
+"""The relative error that the check allows: products may be TF32, outputs bfloat16."""
 
 _said: set[str] = set()
 
@@ -28,8 +28,8 @@ def kernel(
     header: str = "",
     **options: Any,
 ) -> Launch:
-    """A kernel that MLX compiles when it is first used."""
-    # MLX knows what it compiled by its name: another source needs another one.
+    """Make a kernel, which MLX compiles when it is first used."""
+    # MLX finds what it has compiled by its name, so another source needs another name.
     digest = hashlib.sha256((header + source).encode()).hexdigest()[:12]
     made = mx.fast.cuda_kernel(
         name=f"rewarm_{name}_{digest}",
@@ -45,9 +45,11 @@ def kernel(
 def agree(
     otherwise: str, ours: Callable[[], Sequence[mx.array]], theirs: Callable[[], Sequence[mx.array]]
 ) -> bool:
-    """Whether a kernel compiles, runs, and gives what MLX's operations do; one line if not.
+    """Run a kernel and MLX's own operations, and return true where the results agree.
 
-    MLX compiles it only when the result is wanted: too late, in a request, to go another way.
+    Where the kernel does not compile, run or agree, one line in the log says so, and says what
+    happens `otherwise`. MLX compiles a kernel only when its result is needed. In a request that
+    would be too late to compute it in another way.
     """
     try:
         for found, expected in zip(ours(), theirs(), strict=True):

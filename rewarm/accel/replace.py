@@ -1,8 +1,9 @@
-"""Ours in the place of mlx-lm's functions."""
+"""Put functions of ours in the place of mlx-lm's and MLX's."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
 import sys
@@ -14,44 +15,56 @@ log = logging.getLogger("rewarm")
 Function = Callable[..., Any]
 MODELS = "mlx_lm.models."
 
+nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow
+
 _stock_of: dict[Function, Function] = {}
 
 
-class Place(NamedTuple):
-    """A function of mlx-lm, and ours."""
+class Replacement(NamedTuple):
+    """A function of a module of mlx-lm, and ours for it."""
 
     module: str
     name: str
     parameters: tuple[str, ...]
+    """The function is replaced only where it has these."""
     ours: Function
 
 
-def put(place: Place, stock: dict[str, Function], otherwise: str) -> bool:
-    """Says whether ours is there; mlx-lm's goes to `stock`, under its name.
+def put(new: Replacement, stock: dict[str, Function], otherwise: str) -> bool:
+    """Replace a function of mlx-lm, and return true where ours is in its place.
 
-    What is not imported is left alone: to import all of mlx-lm's models would take long. Modules
-    that have a function of another one by name get ours, too.
+    mlx-lm's own goes to `stock`, under its name. `otherwise` says in the log what happens where it
+    cannot be replaced. A module that is not imported is left alone: to import all of mlx-lm's
+    models would take long. Modules that imported the function by its name get ours, too.
     """
-    module = sys.modules.get(MODELS + place.module)
+    module = sys.modules.get(MODELS + new.module)
     if module is None:
         return False
-    *path, name = place.name.split(".")
+    *path, name = new.name.split(".")
     try:
         owner = functools.reduce(getattr, path, module)
         found: Function = getattr(owner, name)
-        if found is not place.ours:
-            check_parameters(found, place.parameters)
+        if found is not new.ours:
+            check_parameters(found, new.parameters)
             if stock.setdefault(name, found) is not found:
-                return False  # somebody else's, over ours
-            note(place.ours, found)
+                return False  # another program has put its own over ours
+            note(new.ours, found)
     except (AttributeError, TypeError, ValueError) as error:
         say_once(otherwise, str(error))
         return False
-    setattr(owner, name, place.ours)
+    setattr(owner, name, new.ours)
     for other, each in list(sys.modules.items()):
         if other.startswith(MODELS) and getattr(each, name, None) is stock[name]:
-            setattr(each, name, place.ours)
+            setattr(each, name, new.ours)
     return True
+
+
+def swap(owner: Any, name: str, ours: Function) -> Function:
+    """Replace a function of MLX, and return MLX's own."""
+    found: Function = getattr(owner, name)
+    note(ours, found)
+    setattr(owner, name, ours)
+    return found
 
 
 def note(ours: Function, stock: Function) -> None:
@@ -68,11 +81,12 @@ def original(function: Function) -> Function:
 
 
 def check_parameters(found: Function, expected: tuple[str, ...]) -> None:
+    """Raise `TypeError` for a function that takes other parameters."""
     takes = tuple(inspect.signature(found).parameters)
     if takes != expected:
         raise TypeError(f"{found.__name__} takes {', '.join(takes)}")
 
 
 @functools.cache
-def say_once(what: str, why: str) -> None:
-    log.warning("%s: not the mlx-lm that is known: %s", what, why)
+def say_once(otherwise: str, why: str) -> None:
+    log.warning("%s: not the mlx-lm that is known: %s", otherwise, why)

@@ -1,19 +1,18 @@
-"""Other recurrences that mlx-lm goes through token by token off Metal (docs/accel.md).
+"""Compute other recurrences faster that mlx-lm does token by token off Metal (docs/accel.md).
 
-RWKV-7 has the delta rule with a gate for each key and a vector a of its own to read with, before
-the gates: u = S a, S = S w + u b' + v k', y = S r. Over a chunk, with D as in `delta`,
+RWKV-7 has the delta rule with a gate for each key. It reads the state with a vector a of its own
+before the gates: u = S a, S = S w + u b' + v k', y = S r. Over a chunk, with D as in `delta`:
 
     (I - A) u = G' a S' + C v,   A[t, s] = D[t - 1, s] a[t] b[s],  C[t, s] = D[t - 1, s] a[t] k[s]
     y = G r S' + P u + Q v,      P[t, s] = D[t, s] r[t] b[s],      Q[t, s] = D[t, s] r[t] k[s]
 
-Lightning attention has no corrections at all. The rest is linear for each number of its state:
-h = a h + x.
+Lightning attention has no corrections at all. The other ones are linear for each number of their
+state: h = a h + x.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 import mlx.core as mx
@@ -29,34 +28,30 @@ from .delta import (
     products_by_key,
     stretches,
 )
-from .replace import Function, Place, put
-
-nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow
+from .replace import Function, Replacement, nn, put
 
 PAYS = 8
 """Tokens from which these are faster than a loop."""
 STRIDE = 16
-"""Tokens that a scan goes through one by one, for all strides of a prompt at once."""
+"""Tokens of a stride. A scan does them one by one, but all strides of a prompt at once."""
 WIDE = 2**12
-"""Numbers of a state from which a step takes longer than its launch: then the loop is best."""
+"""Numbers of a state from which a step takes longer than its launch. Then the loop is fastest."""
 BLOCK = 64
-"""Tokens of a state-space layer whose states are held at once: there are thousands of numbers in
-each."""
-
+"""Tokens of a state-space layer whose states are held at once. Each has thousands of numbers."""
 
 _stock: dict[str, Function] = {}
 
 
 def install() -> bool:
-    """Make the models that are loaded use these; says whether any does."""
+    """Make the models that are loaded use these functions; return true where one does."""
     if is_off() or mx.metal.is_available():
         return False
-    used = [put(p, _stock, f"{p.module}'s layers run token by token") for p in PLACES]
+    used = [put(new, _stock, f"{new.module}'s layers run token by token") for new in REPLACED]
     return any(used)
 
 
 def scan(a: mx.array, x: mx.array, h: mx.array) -> tuple[mx.array, mx.array]:
-    """All h = a h + x over the second axis of a and x, in float32, and the last one."""
+    """Give all h = a h + x over the second axis of a and x in float32, and the last one again."""
     batch, length = x.shape[:2]
     a, x, h = (each.astype(mx.float32) for each in (a, x, h))
     if h.size // batch > WIDE or length < 2 * STRIDE:
@@ -91,7 +86,7 @@ def _step(a: mx.array, h: mx.array, x: mx.array) -> mx.array:
 
 
 def _rnn_scan(x: mx.array, a: mx.array, h0: mx.array | None) -> tuple[mx.array, mx.array]:
-    """For `recurrent_gemma.rnn_scan`."""
+    """Stand in for `recurrent_gemma.rnn_scan`."""
     if x.shape[1] < PAYS:
         found: tuple[mx.array, mx.array] = _stock["rnn_scan"](x, a, h0)
         return found
@@ -107,8 +102,9 @@ def state_space(
     reads: mx.array,
     h: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Mamba's: x and times [B, T, D], rates [D, N], writes and reads [B, T, N] give y [B, T, D] and
-    h [B, D, N]."""
+    """Compute Mamba's recurrence: y [B, T, D] and h [B, D, N].
+
+    x and times are [B, T, D], rates are [D, N], writes and reads are [B, T, N]."""
     if h is None:
         h = mx.zeros((x.shape[0], *rates.shape), x.dtype)
     exp = cpu.exp if cpu.is_slow() else mx.exp
@@ -125,7 +121,7 @@ def state_space(
 def _jamba_step(
     self: Any, x: mx.array, rates: mx.array, state: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """For `jamba.JambaMambaMixer.ssm_step`."""
+    """Stand in for `jamba.JambaMambaMixer.ssm_step`."""
     if x.shape[1] < PAYS:
         found: tuple[mx.array, mx.array] = _stock["ssm_step"](self, x, rates, state)
         return found
@@ -139,7 +135,7 @@ def _jamba_step(
 def _mamba_sequence(
     self: Any, x: mx.array, conv_cache: mx.array | None, state_cache: mx.array | None
 ) -> Any:
-    """For `mamba.MambaBlock._process_sequence`, which projects token by token as well."""
+    """Stand in for `mamba.MambaBlock._process_sequence`, which projects each token by itself."""
     if x.shape[1] < PAYS:
         return _stock["_process_sequence"](self, x, conv_cache, state_cache)
     taps, rank, size = self.conv_kernel_size, self.time_step_rank, self.ssm_state_size
@@ -161,8 +157,9 @@ def _mamba_sequence(
 def _gla(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float, h: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """For `bailing_moe_linear.recurrent_gla`: [B, H, T, D], h [B, H, Dk, Dv], g a log for each
-    head."""
+    """Stand in for `bailing_moe_linear.recurrent_gla`.
+
+    q, k and v are [B, H, T, D], h is [B, H, Dk, Dv], and g is the logarithm of each head's gate."""
     batch, heads, length, key_dim = q.shape
     if length < PAYS:
         found: tuple[mx.array, mx.array] = _stock["recurrent_gla"](q, k, v, g, scale, h)
@@ -185,7 +182,7 @@ def _gla(
 
 
 def _wkv7(self: Any, r: mx.array, *others: Any) -> tuple[mx.array, mx.array]:
-    """For `rwkv7.Rwkv7TimeMixing._wkv7`."""
+    """Stand in for `rwkv7.Rwkv7TimeMixing._wkv7`."""
     rule = wkv7 if r.shape[1] >= PAYS else functools.partial(_stock["_wkv7"], self)
     found: tuple[mx.array, mx.array] = rule(r, *others)
     return found
@@ -200,7 +197,9 @@ def wkv7(
     b: mx.array,
     state: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """All [B, T, H, D], the state [B, H, Dv, Dk]; gates are multiplied only, as in `delta`."""
+    """Compute RWKV-7's recurrence: outputs [B, T, H, D] and the state [B, H, Dv, Dk].
+
+    The other arrays are [B, T, H, D]. Gates are only multiplied, as in `delta`."""
     batch, length, heads, dim = r.shape
     h = mx.zeros((batch, heads, dim, dim), r.dtype) if state is None else state
     dtype = h.dtype
@@ -253,17 +252,17 @@ def _wkv7_stretch(
     return out_of_chunks(mx.concatenate(outputs), length).astype(dtype), h
 
 
-PLACES = (
-    Place("recurrent_gemma", "rnn_scan", ("x", "a", "h0"), _rnn_scan),
-    Place(
+REPLACED = (
+    Replacement("recurrent_gemma", "rnn_scan", ("x", "a", "h0"), _rnn_scan),
+    Replacement(
         "mamba",
         "MambaBlock._process_sequence",
         ("self", "x", "conv_cache", "state_cache"),
         _mamba_sequence,
     ),
-    Place("jamba", "JambaMambaMixer.ssm_step", ("self", "x", "A", "state"), _jamba_step),
-    Place("bailing_moe_linear", "recurrent_gla", ("q", "k", "v", "g", "scale", "h"), _gla),
-    Place(
+    Replacement("jamba", "JambaMambaMixer.ssm_step", ("self", "x", "A", "state"), _jamba_step),
+    Replacement("bailing_moe_linear", "recurrent_gla", ("q", "k", "v", "g", "scale", "h"), _gla),
+    Replacement(
         "rwkv7",
         "Rwkv7TimeMixing._wkv7",
         ("self", "r", "w", "k", "v", "a", "b", "state"),

@@ -237,7 +237,7 @@ def join(
     for g, group in enumerate(packing.groups):
         its = [i for i in group if i in wanted]
         if its and parts and cuda_rows.fits(parts[0].segment.arrays[g], len(its)):
-            rows = [cuda_rows.Part(s.arrays[g], a, b) for s, a, b in parts]
+            rows = [cuda_rows.RowSpan(s.arrays[g], a, b) for s, a, b in parts]
             heads = [cuda_rows.Heads(packing.places[i][1], packing.shapes[i].heads) for i in its]
             made.update(zip(its, cuda_rows.joined(rows, heads, headroom), strict=True))
 

@@ -19,7 +19,7 @@ from mlx_lm.models import activations, iquestloopcoder, step3p5
 from mlx_lm.models.cache import make_prompt_cache
 
 from rewarm.accel import cpu
-from rewarm.accel.replace import MODELS, Place
+from rewarm.accel.replace import MODELS, Replacement
 from tests import zoo
 from tests.accel.test_delta import distance
 
@@ -126,7 +126,7 @@ def mlx_untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             setattr(module, place.name, cpu._stock[place.name])
 
 
-def with_ours() -> list[tuple[ModuleType, Place]]:
+def with_ours() -> list[tuple[ModuleType, Replacement]]:
     """Modules of mlx-lm with a function of ours."""
     loaded = [each for name, each in sys.modules.items() if name.startswith(MODELS)]
     return [(m, p) for m in loaded for p in cpu.COMPILED if getattr(m, p.name, 0) is p.ours]

@@ -78,13 +78,13 @@ def test_on_a_cpu_the_kernel_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_the_kernel_knows_some_shapes(case: Case, known: bool) -> None:
     given = inputs(case)
-    assert cuda._knows(*arrays(given)) is known
-    assert cuda._knows(*arrays(given.rounded(mx.bfloat16))) is known
-    assert not cuda._knows(*arrays(replace(given, k=given.k.astype(mx.bfloat16))))
-    assert not cuda._knows(*arrays(replace(given, g=mx.ones((*given.v.shape[:3], 1)))))
+    assert cuda._takes(*arrays(given)) is known
+    assert cuda._takes(*arrays(given.rounded(mx.bfloat16))) is known
+    assert not cuda._takes(*arrays(replace(given, k=given.k.astype(mx.bfloat16))))
+    assert not cuda._takes(*arrays(replace(given, g=mx.ones((*given.v.shape[:3], 1)))))
     three = mx.ones((*given.v.shape[:2], 3, given.v.shape[3]))  # heads, of two that have keys
-    assert not cuda._knows(*arrays(replace(given, v=three)))
-    assert not cuda._knows(*arrays(replace(given, g=given.g > 0)))
+    assert not cuda._takes(*arrays(replace(given, v=three)))
+    assert not cuda._takes(*arrays(replace(given, g=given.g > 0)))
 
 
 @pytest.mark.parametrize("key_dim", range(32, 257, 32))

@@ -159,7 +159,7 @@ def test_a_prompt_has_the_same_bits_in_a_batch_as_alone() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_check_before_first_use_finds_it_right(masked: bool, by_key: bool) -> None:
     numbers = (mx.bfloat16, mx.bfloat16, mx.float32, mx.bfloat16)
-    kind = cuda.Kind(*numbers, 64, 32, heads=2, by_key=by_key, masked=masked)
+    kind = cuda.DeltaVariant(*numbers, 64, 32, heads=2, by_key=by_key, masked=masked)
     assert cuda.agrees.__wrapped__(delta.chunked, kind)
 
 

@@ -15,7 +15,7 @@ import pytest
 from mlx import nn
 
 from rewarm.accel import cuda_attention, cuda_convolution, cuda_rows, launch
-from rewarm.accel.cuda_rows import Heads, Part
+from rewarm.accel.cuda_rows import Heads, RowSpan
 from rewarm.cache import PrefixCache
 from rewarm.cache.payload import Packing, Rows, chained, join
 from tests import zoo
@@ -188,7 +188,7 @@ def concatenated(monkeypatch: pytest.MonkeyPatch, pretended: None) -> list[int]:
 
     def launched(given: Any, results: Any, room: int) -> list[mx.array]:
         parts.append(len(given))
-        assert len(given) <= cuda_rows.MOST_PARTS
+        assert len(given) <= cuda_rows.MOST_SPANS
         assert len(results) <= cuda_rows.MOST_RESULTS
         whole = mx.concatenate([p.array[:, :, p.start : p.stop] for p in given], axis=2)
         whole = mx.pad(whole, [(0, 0), (0, 0), (0, room), (0, 0)])
@@ -395,7 +395,7 @@ def test_rows_are_joined(parts: int, results: int, width: int, dtype: mx.Dtype) 
         length = int(draw.integers(1, 60))
         array = mx.array(draw.integers(0, 200, (1, total, length, width))).astype(dtype)
         start = int(draw.integers(0, length))
-        given.append(Part(array, start, int(draw.integers(start + 1, length + 1))))
+        given.append(RowSpan(array, start, int(draw.integers(start + 1, length + 1))))
     firsts = draw.permutation(total - int(counts.max()))[:results]
     wanted = [
         Heads(int(f), int(n)) for f, n in zip(np.resize(firsts, results), counts, strict=True)

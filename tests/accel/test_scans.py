@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from rewarm.accel import delta, scans
-from rewarm.accel.replace import Place
+from rewarm.accel.replace import Replacement
 from tests import zoo
 from tests.accel.test_delta import distance, off_metal
 
@@ -98,7 +98,7 @@ def test_lightning_attention_gives_what_the_rule_gives(length: int, with_state: 
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """mlx-lm as it comes, until the test is over."""
     put = {}
-    for place in scans.PLACES:
+    for place in scans.REPLACED:
         module = sys.modules.get(f"mlx_lm.models.{place.module}")
         if module is not None:
             owner, name = owner_of(place)
@@ -112,7 +112,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         setattr(owner, name, place.ours)
 
 
-def owner_of(place: Place) -> tuple[Any, str]:
+def owner_of(place: Replacement) -> tuple[Any, str]:
     owner: Any = sys.modules[f"mlx_lm.models.{place.module}"]
     *path, name = place.name.split(".")
     for each in path:
@@ -128,9 +128,9 @@ def logits(model: Any, tokens: mx.array, *cuts: int) -> Array:
 
 
 @off_metal
-@pytest.mark.parametrize("place", scans.PLACES, ids=lambda p: p.module)
+@pytest.mark.parametrize("place", scans.REPLACED, ids=lambda p: p.module)
 def test_a_model_gives_the_same_logits_however_its_prompt_is_cut(
-    place: Place, untouched: None, monkeypatch: pytest.MonkeyPatch
+    place: Replacement, untouched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REWARM_ACCEL", "0")
     model = zoo.tiny(place.module)

@@ -1,4 +1,19 @@
-"""What can go wrong, by name. Every message says what was wrong, the value, and the way out."""
+"""The errors that Rewarm raises. Each message says what was wrong, with the value, and what to do.
+
+RewarmError
+├─ InvalidPrompt (ValueError)
+│  └─ ContextExceeded
+├─ InvalidOption (ValueError)
+├─ CannotLoad (ValueError)
+├─ NotPrivate (OSError)
+├─ UnsupportedModel (TypeError)
+├─ ModelMismatch (ValueError)
+├─ CacheClosed (RuntimeError)
+├─ BrokenInvariant (AssertionError)
+├─ QueueFull (RuntimeError)
+├─ NotReady (RuntimeError)
+└─ EngineFault
+"""
 
 
 class RewarmError(Exception):
@@ -6,39 +21,39 @@ class RewarmError(Exception):
 
 
 class InvalidPrompt(RewarmError, ValueError):
-    """A prompt that no model can run: empty, or with tokens outside the vocabulary."""
+    """A prompt cannot be run: it is empty, say, or has tokens outside the vocabulary."""
 
 
 class InvalidOption(RewarmError, ValueError):
-    """An option with a value that means nothing."""
+    """An option has a value that cannot be used."""
 
 
 class CannotLoad(RewarmError, ValueError):
-    """A model that is not complete, or not what it says it is."""
+    """The files of a model are not complete, or do not belong together."""
 
 
 class NotPrivate(RewarmError, OSError):
-    """A folder or file that somebody else made, or can change."""
+    """Another user made a folder or file, or can change it."""
 
 
 class UnsupportedModel(RewarmError, TypeError):
-    """A model that offers no prompt cache at all."""
+    """A model offers no prompt cache at all."""
 
 
 class ModelMismatch(RewarmError, ValueError):
-    """A cache that was made for another model."""
+    """A cache was made for another model."""
 
 
 class CacheClosed(RewarmError, RuntimeError):
-    """A cache, or a lease of it, that was used after it was closed or released."""
+    """A cache was used after it was closed, or a lease after it was released."""
 
 
 class BrokenInvariant(RewarmError, AssertionError):
-    """`cache.verify()` found the tree or its accounting inconsistent."""
+    """`cache.verify()` found the tree, or its count of bytes, inconsistent."""
 
 
 class ContextExceeded(InvalidPrompt):
-    """A prompt that leaves no room for an answer in the model's context."""
+    """A prompt leaves no room for an answer in the model's context."""
 
 
 class QueueFull(RewarmError, RuntimeError):
@@ -47,7 +62,7 @@ class QueueFull(RewarmError, RuntimeError):
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-        """Seconds after which it may be worth to try again."""
+        """Seconds after which the client may try again."""
 
 
 class NotReady(RewarmError, RuntimeError):
@@ -55,4 +70,4 @@ class NotReady(RewarmError, RuntimeError):
 
 
 class EngineFault(RewarmError):
-    """A request that failed inside the model, through no fault of whoever sent it."""
+    """A request failed inside the model, and the request itself was right."""

@@ -1,10 +1,10 @@
-"""Folders and files that are ours alone, on machines that are not.
+"""Make and check folders and files that no other user of the machine can change.
 
-Whoever can write in a folder can replace what lies in it, and whoever can write in one of its
-parents can replace the folder. So a path is walked from the root, and each step is checked before
-the next one is taken: nobody else can then change what was checked. A parent may belong to root or
-to us. Others may write in it only where its sticky bit keeps them from what is not theirs, as in
-/tmp.
+A user who can write in a folder can replace the files in it. One who can write in a parent can
+replace the folder. So a path is walked from the root, and each step is checked before the next one
+is taken: then no other user can change what was checked. A parent may belong to root or to this
+user. Others may write in it only where its sticky bit keeps them from files that are not theirs, as
+in /tmp.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from rewarm.errors import NotPrivate
 
 MOST_LINKS = 40
-"""As many as Linux follows on the way to a file."""
+"""Links that are followed on the way to a file: as many as Linux follows."""
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that is ours alone, or check that it is; return where it really lies.
+    """Make a folder that is this user's alone, or check one; return its path without links.
 
-    Links on the way to it are followed where root or we made them. An empty folder of ours that
-    others can write in is closed to them. Raises `NotPrivate` for a folder that is not ours alone,
-    and `OSError` where there can be none."""
+    Links on the way to it are followed where root or this user made them. An empty folder that
+    others can write in is closed to them. Raises `NotPrivate` for a folder that others can change,
+    and `OSError` where no folder can be made."""
     folder = _walk(Path(path).absolute())
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
@@ -38,7 +38,7 @@ def private_folder(path: Path) -> Path:
     is_empty = not os.listdir(folder)
     if is_empty:
         folder.chmod(0o700)
-    if not is_empty or os.listdir(folder):  # somebody may have been faster than the new mode
+    if not is_empty or os.listdir(folder):  # another user may have been faster than the new mode
         raise NotPrivate(
             f"others can write in {folder} ({_mode(found)}): if all in it is yours, "
             f"`chmod 700 {folder}`; otherwise choose another folder"
@@ -47,7 +47,7 @@ def private_folder(path: Path) -> Path:
 
 
 def check_folder(path: Path) -> None:
-    """Check a folder inside one that is ours alone."""
+    """Check a folder inside a private one. Raises `NotPrivate`."""
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode):
         raise NotPrivate(f"{path} is {_kind(found)} where a folder should be: remove it")
@@ -55,9 +55,9 @@ def check_folder(path: Path) -> None:
 
 
 def check_file(path: Path, found: os.stat_result | None = None) -> None:
-    """Check a file inside a folder that is ours alone: no link, and no other file's second name.
+    """Check a file inside a private folder: it is no link, and no other file's second name.
 
-    `found` is what a file that is open already says of itself."""
+    `found` is the status of the file where it is open already. Raises `NotPrivate`."""
     found = os.lstat(path) if found is None else found
     if not stat.S_ISREG(found.st_mode):
         raise NotPrivate(f"{path} is {_kind(found)} where a file should be: remove it")
@@ -67,7 +67,7 @@ def check_file(path: Path, found: os.stat_result | None = None) -> None:
 
 
 def _walk(path: Path) -> Path:
-    """Go down a path, and make what is missing of it; return it without links."""
+    """Go down a path and make its missing folders; return it without links."""
     at, left, links = Path(path.anchor), list(path.parts[:0:-1]), 0
     while left:
         _check_parent(at, path)
@@ -79,7 +79,7 @@ def _walk(path: Path) -> Path:
         try:
             found = os.lstat(step)
         except FileNotFoundError:
-            # Whatever the umask: what others could write in would be refused the next time.
+            # Whatever the umask says: a folder that others can write in is refused the next time.
             mode = 0o755 if left else 0o700
             os.mkdir(step, mode)
             step.chmod(mode)
@@ -140,7 +140,7 @@ def _others_may_write(found: os.stat_result) -> bool:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether nobody else is in a group, as in those that many systems make for each user."""
+    """No other user is in the group. Many systems make such a group for each user."""
     try:
         us, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:

@@ -15,13 +15,13 @@ Message = dict[str, Any]
 """A chat message in OpenAI's shape."""
 
 Origin = Literal["prefill", "decode"]
-"""How a span of the tree was computed."""
+"""The way in which a span of the tree was computed."""
 
 Kind = Literal["system", "mark", "user", "turn", "junction", "end", "answer", "sparse"]
 """The kind of place that a checkpoint is taken at."""
 
 Finish = Literal["stop", "length", "cancelled"]
-"""Why an answer ended."""
+"""The reason why an answer ended."""
 
 Reason = Literal[
     "cold",
@@ -34,18 +34,18 @@ Reason = Literal[
     "disabled",
     "failed",
 ]
-"""Why not more of a prompt was reused."""
+"""The reason why no more of a prompt was reused."""
 
 Missing = Literal["never_taken", "evicted", "other_origin"]
-"""Why there is no checkpoint where one would have been of use."""
+"""The reason why there is no checkpoint where one was needed."""
 
 
 @dataclass(frozen=True)
 class Boundary:
     """A position where a message of the chat ends.
 
-    `kind` says what the position is to placement: the end of the system prompt, of a user message,
-    or of the turn before the last user message. None where only the grid of `exact` uses it.
+    `kind` tells placement what ends here: the system prompt, a user message, or the turn before the
+    last user message. It is None where only the grid of `exact` uses the position.
     """
 
     position: int
@@ -62,15 +62,15 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """How far a prompt agrees with the tree, and from where the model can go on."""
+    """The length that a prompt shares with the tree, and the position where the model resumes."""
 
     tokens: int
     shared: int = 0
     resume: int = 0
     reason: Reason | None = None
-    """Why it was not more; None where all that the tree knows of the prompt is reused."""
+    """The reason why it was not more; None where all that the tree knows of it is reused."""
     tier: str | None = None
-    """The name of the tier that gave it; None where nothing is reused."""
+    """The name of the tier that the state came from; None where nothing is reused."""
 
     @property
     def replay(self) -> int:
@@ -80,29 +80,30 @@ class Match:
 
 @dataclass(frozen=True)
 class Miss:
-    """Why not more of a prompt was reused: one reason, the one that costs most."""
+    """The reason why no more of a prompt was reused. Of several, the one that costs most."""
 
     reason: Reason
     shared: int
-    """How far the prompt agrees with what is stored: the first difference, where there is one."""
+    """The position of the first token that differs from what is stored."""
     resume: int
     held: int = 0
-    """`evicted`: how far the prompt was once held. `salt`: how far another one could reuse it."""
+    """`evicted`: the tokens of the prompt that were once held. `salt`: those that it could reuse
+    under another salt."""
     why: Missing | None = None
-    """`no_checkpoint`: why there is none between `resume` and `shared`."""
+    """`no_checkpoint`: the reason why there is none between `resume` and `shared`."""
     other: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
-    """`diverged`: what is stored from `shared` on instead."""
+    """`diverged`: the tokens that are stored from `shared` on."""
     origin: Origin | None = None
-    """How that was made."""
+    """The way in which those were computed."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The work that a prompt took; it is whole once the first token is there."""
+    """The work that a prompt took. It is complete once the first token is there."""
 
     match: Match
     resumed_at: Kind | None = None
-    """The kind of checkpoint that it resumed from."""
+    """The kind of checkpoint that the model resumed from."""
     prefilled: int = 0
     """Prompt tokens computed; `match.resume + prefilled == match.tokens` once all are."""
     queued_ms: float = 0.0
@@ -115,18 +116,18 @@ class Cost:
     restored_bytes: int = 0
     """The bytes that the tree holds of the prefix that was restored."""
     miss: Miss | None = None
-    """Why not more of it was reused."""
+    """The reason why no more of the prompt was reused."""
 
     @property
     def timings(self) -> dict[str, float]:
-        """Milliseconds by name, as a reply tells them."""
+        """Milliseconds by the names that a reply has for them."""
         names = ("queue_ms", "match_ms", "restore_ms", "prefill_ms", "ttft_ms")
         times = (self.queued_ms, self.match_ms, self.restore_ms, self.prefill_ms, self.ttft_ms)
         return dict(zip(names, times, strict=True))
 
     @property
     def replayed(self) -> int:
-        """Computed tokens that the tree knew. A cancelled prefill may not have got through all."""
+        """Computed tokens that the tree knew. A cancelled prefill may have done only some."""
         return min(self.match.replay, self.prefilled)
 
 
@@ -135,11 +136,11 @@ class Namespace:
     """Everything that must be equal for two prompts to share state."""
 
     base: str
-    """What computes: an identity, or a name within this process where none was taken."""
+    """The identity of what computes, or a name within this process where none was taken."""
     adapter: str = ""
-    """A name that the user gave; the arrays of an adapter are part of `base`."""
+    """A name that the user gave. The arrays of an adapter are part of `base`."""
     kv: str = "plain"
-    """The form of the K/V: "plain", or its bits and group size."""
+    """The format of the K/V: "plain", or its bits and group size."""
     layout: str = ""
     """A digest of the kinds of caches that the model has."""
     rank: str = ""
@@ -157,16 +158,16 @@ class Namespace:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. The defaults are greedy."""
+    """The way in which tokens are chosen. The defaults are greedy."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """Over the last tokens of prompt and answer; 1 is none."""
+    """It counts the last tokens of prompt and answer. 1 is no penalty."""
     presence_penalty: float = 0.0
-    """Over the answer so far, as OpenAI defines it; likewise frequency."""
+    """This one and the frequency penalty count the answer so far, as OpenAI defines them."""
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
@@ -184,5 +185,5 @@ class Sampled(NamedTuple):
 
     token: int
     logprob: float | None = None
-    """Where the request asked for logprobs."""
+    """None where the request asked for no logprobs."""
     top: Sequence[Alternative] = ()

@@ -23,7 +23,7 @@ CHECKED = 37
 
 
 class Form(NamedTuple):
-    """How the state of a head is divided among threads."""
+    """A way to divide the state of a head among threads."""
 
     lanes: int
     """Threads that share a row."""

@@ -107,7 +107,7 @@ def agrees(variant: RowsVariant) -> bool:
 
 
 def joined(spans: Sequence[RowSpan], results: Sequence[Heads], zeros: int) -> list[mx.array]:
-    """For each result, an array of its heads over all spans in order, and so many rows of zeros."""
+    """Make an array for each result: its heads over all spans in order, then rows of zeros."""
     if len(spans) > MOST_SPANS:
         runs = [spans[at : at + MOST_SPANS] for at in range(0, len(spans), MOST_SPANS)]
         ends = [0] * (len(runs) - 1) + [zeros]

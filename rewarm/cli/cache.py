@@ -32,6 +32,7 @@ Namespace = Annotated[
 Salt = Annotated[str | None, typer.Option(help="Only what was stored for this salt.")]
 
 UNLIMITED = 1 << 60
+"""Bytes. Nothing is evicted because it is looked at."""
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def _opened(folder: Path) -> Iterator[Store]:
 
 @cache_app.command()
 def stats(disk: Disk) -> None:
-    """How much there is, in all."""
+    """Say how much there is in all."""
     with _opened(disk) as store:
         known = store.namespaces()
         console = Console()
@@ -61,19 +62,19 @@ def stats(disk: Disk) -> None:
 
 
 def _model(source: str) -> str:
-    """What people call it, of the folder it was loaded from."""
-    place = Path(source)
-    if place == FOLDER:
+    """The name that people know a model by, from the folder that it was loaded from."""
+    path = Path(source)
+    if path == FOLDER:
         return BUILT_IN
-    for folder in place.parts:
-        if folder.startswith("models--"):  # Hugging Face's cache; the folder itself is a revision
+    for folder in path.parts:
+        if folder.startswith("models--"):  # Hugging Face's cache, where the last part is a revision
             return folder.removeprefix("models--").replace("--", "/")
-    return place.name.removeprefix("mlx_lm.models.")
+    return path.name.removeprefix("mlx_lm.models.")
 
 
 @cache_app.command()
 def ls(disk: Disk) -> None:
-    """A line for each namespace: a model, in one form, for one salt."""
+    """Print a line for each namespace: a model, in one form, for one salt."""
     with _opened(disk) as store:
         table = Table("name", "model", "salt", "mode", "size", "spans", "last used", box=None)
         for each in sorted(store.namespaces(), key=lambda n: -n.used):

@@ -56,7 +56,7 @@ def top(
 
 
 def frame(seen: Seen, note: str = "") -> RenderableType:
-    """One picture of what `/v1/live` says."""
+    """Make one picture of what `/v1/live` says."""
     parts: list[RenderableType] = [_head(seen)]
     if note:
         parts.append(Text(f"{note}; what follows is older", style="red"))
@@ -196,17 +196,17 @@ def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, show_header=any(columns), header_style="dim")
     for column in columns[:-1]:
         table.add_column(column, no_wrap=True)
-    table.add_column(columns[-1])  # the one that gives way in a narrow terminal
+    table.add_column(columns[-1])  # it becomes narrower in a narrow terminal
     return table
 
 
 def _last(text: str, style: str = "") -> Text:
-    """For the last column: cut off rather than wrapped."""
+    """Make a text for the last column, which is cut off rather than wrapped."""
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _bar(parts: list[tuple[int, str]], whole: int) -> Text:
-    """Cells in proportion; what is there at all has one."""
+    """Draw cells in proportion. A part that is not empty has at least one."""
     bar, left = Text(), BAR
     for size, style in parts:
         cells = min(left, max(round(BAR * size / whole), 1) if size and whole else 0)

@@ -109,7 +109,7 @@ def divergence(a: Logits, b: Logits) -> float:
 def held_bytes(cache: PrefixCache) -> dict[int, tuple[Any, bytes]]:
     """Every payload in the tree with its bytes, by identity."""
     found = {}
-    for tree in cache._trees.values():
+    for tree in cache.memory.trees.values():
         for node in tree.nodes():
             for rows in (node.rows, node.window):
                 if isinstance(rows, Rows):

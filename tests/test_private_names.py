@@ -16,17 +16,6 @@ FREE = {"_replace", "_asdict", "_fields", "_make"}
 """What a named tuple offers under such names."""
 
 ALLOWED: dict[str, set[str]] = {
-    # They need a method of the cache that shows what the tree holds.
-    "server/test_explain.py": {"_trees"},
-    "server/test_live.py": {"_trees"},
-    "runs.py": {"_trees"},
-    "pocket/test_pocket_answers.py": {"_trees", "_lock"},
-    "server/test_cache_view.py": {"_trees", "_binding"},
-    # Its tests of the evictor belong into tests/cache.
-    "bench/test_bench.py": {
-        *("_appraiser", "_clock", "_crowd", "_entries", "_entry", "_evict", "_evictor", "_file"),
-        *("_trees", "_worst"),
-    },
     # They look at what runs in an engine.
     "cache/test_leaks.py": {"_loop"},
     "server/test_hostile.py": {"_loop", "_open"},

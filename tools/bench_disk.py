@@ -178,7 +178,7 @@ def decode_beside_the_writer(tokens: Any, rounds: int, folder: Path) -> None:
     shares, seconds = [], []
     for _ in range(rounds):
         disk.forget()
-        for tree in cache._trees.values():
+        for tree in cache.memory.trees.values():
             for node in tree.nodes():
                 disk.changed(tree, node)
         asked = tokens[:500]

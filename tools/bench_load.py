@@ -40,7 +40,7 @@ LOADED = "performance.getEntriesByType('navigation')[0].loadEventEnd"
 def fill(cache: PrefixCache, nodes: int) -> None:
     """Wide and deep: a system prompt with thousands of users, and a few very long chats."""
     draw = np.random.default_rng(0)
-    tree: Tree = cache._trees.of(cache._binding.namespace)
+    tree: Tree = cache.memory.tree(cache.namespace())
     made: list[Node] = [tree.add(tree.root, encode(np.arange(500, dtype=np.int32)), "prefill")]
     while len(made) < nodes:
         near = -1 - int(draw.exponential(20)) % len(made)
@@ -49,7 +49,7 @@ def fill(cache: PrefixCache, nodes: int) -> None:
         tokens[0] = len(made)
         made.append(tree.add(parent, encode(tokens.astype(np.int32)), "prefill"))
     for node in made:
-        cache.memory.count(node)
+        cache.memory.ledger.count(node)
 
 
 def server(nodes: int) -> None:

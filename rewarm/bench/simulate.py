@@ -171,7 +171,7 @@ def _replayed(
             for cut in lease.cuts:
                 cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
             if isinstance(retention, Clairvoyant):  # what was next is now past
-                cache.memory.noted.update(dict.fromkeys(lease.pin.node.path()))
+                cache.memory.ledger.noted.update(dict.fromkeys(lease.pin.node.path()))
         if request.waits:
             cache.mark_idle(lease.tokens, boundaries=request.boundaries())
         match = lease.cost.match

@@ -130,5 +130,5 @@ def sized_cache(
         retention=retention,
         max_buffers=1 << 60,
     )
-    cache._evictor.on_evict = None  # here nobody asks why something is missing
+    cache.memory.evictor.on_evict = None  # here nobody asks why something is missing
     return cache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,14 @@ from rewarm.errors import ModelMismatch
 from rewarm.values import Namespace
 
 from .identity import Description, Watch, execution, keeps_memos, run_once
+from .layer_kinds import leaves
 from .model import MakeCaches
-from .namespace import form_of
 
 _unknown = itertools.count(1)
 
 
 class Binding:
-    """Says under which namespace the state of a model is kept, and notices another model.
+    """Gives the namespace that a model's state is kept in, and notices when the model changes.
 
     Without an identity the namespace is good for this process and this state of the model only.
     """
@@ -29,20 +31,20 @@ class Binding:
         self.model = model
         self.blank = blank
         self._exact, self._chunk = exact, chunk
-        # A folder is no name: it may be moved, and what lies in it is part of the model.
+        # A folder may be moved, so it is not a name; what lies in it is part of the model.
         named = "" if Path(adapter).is_dir() else adapter
-        self.namespace = Namespace("", named, kv, form_of(blank()))
+        self.namespace = Namespace("", named, kv, _form_of(blank()))
         self.start_anew()
 
     def start_anew(self) -> None:
-        """Share nothing with what was computed before."""
+        """Take a new namespace: nothing is shared with what was computed before."""
         self.namespace = replace(self.namespace, base=f"unknown {next(_unknown)}")
         self._watch = Watch(self.model)
 
     def is_same(self) -> bool:
-        """Whether the model's modules hold the objects that they held, as far as it matters.
+        """True where the model's modules hold the objects that they held.
 
-        Some models write values again whenever they run, which changes nothing.
+        Some models write values again whenever they run: such a change does not matter.
         """
         changes = set(self._watch.changes())
         if not changes:
@@ -56,14 +58,14 @@ class Binding:
         return changes <= written
 
     def describe(self) -> Description:
-        """Call this on a thread that may run the model."""
+        """Describe the model as it is now. Call it on a thread that may run the model."""
         if keeps_memos(self.model):
             run_once(self.model, self.blank)
         self._watch = Watch(self.model, self._watch.besides)
         return Description.of(self.model)
 
     def identified(self, description: Description) -> Namespace:
-        """The namespace of the model that was described. It takes a while: all weights are read."""
+        """The namespace of the model that was described. It is slow: all weights are read."""
         base = description.identity(execution(exact=self._exact, chunk=self._chunk))
         return replace(self.namespace, base=base)
 
@@ -77,3 +79,16 @@ class Binding:
                 f"this cache was made for another model ({type(self.model).__module__}): "
                 "make one for this model with PrefixCache(model)"
             )
+
+
+def _form_of(caches: Sequence[Any]) -> str:
+    """A digest of the kinds of caches that a model has, and their settings."""
+    plain = (bool, int, float, str, type(None))
+    described = [
+        f"{type(c).__qualname__} "
+        + repr(
+            sorted((k, v) for k, v in getattr(c, "__dict__", {}).items() if isinstance(v, plain))
+        )
+        for c in leaves(list(caches))
+    ]
+    return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]

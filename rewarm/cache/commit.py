@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from rewarm.values import Kind, Origin
 
 from .cuts import APART
 from .layout import Layout
 from .lease import Lease
-from .ledger import Ledger
-from .pins import Pin
+from .memory import SPARE_BUFFERS, Memory
 from .placement import WEIGHTS
-from .retention import Evictor
 from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Tree, agreement
-
-SPARE_BUFFERS = 4
-"""Reserved where the number is known only afterwards: a state takes one for each dtype."""
 
 
 @dataclass
@@ -26,25 +21,23 @@ class Committer:
     """Writes into the trees. Copies come first: where one fails, the tree is as it was."""
 
     layout: Layout
-    ledger: Ledger
-    evictor: Evictor
-    trees: Collection[Tree]
+    memory: Memory
     on_change: Callable[[Tree, Node], None] = lambda tree, node: None
     """Told of a node that is new, or has something new."""
 
-    def commit(self, lease: Lease, stop: int, origin: Origin, kind: Kind | None, now: int) -> None:
+    def commit(self, lease: Lease, stop: int, origin: Origin, kind: Kind | None) -> None:
         if not stop:
             return  # the root holds nothing
         if not self.layout.stands_at(lease.caches, stop):
             raise LookupError(f"the running cache does not stand at {stop}")
         lease.pin.up_to(lease.stored)
-        self._store(lease, stop, origin, now)
+        self._store(lease, stop, origin)
         if kind is not None and not lease.stopped_storing:
-            self._take_checkpoint(lease, stop, kind, now)
+            self._take_checkpoint(lease, stop, kind)
         if self.layout.has_window and lease.stored == stop:
-            self._fill_windows(lease, stop, now)
+            self._fill_windows(lease, stop)
 
-    def _store(self, lease: Lease, stop: int, origin: Origin, now: int) -> None:
+    def _store(self, lease: Lease, stop: int, origin: Origin) -> None:
         """Follow what the tree knows of the new tokens, then add a node for the rest."""
         pin = lease.pin
         while lease.stored < stop and not lease.stopped_storing:
@@ -53,42 +46,39 @@ class Committer:
                 known = node.key[(at - node.start) * WIDTH :]
                 lease.stored = at + agreement(known, lease.data[at * WIDTH : stop * WIDTH])
                 if lease.stored < min(stop, node.end):
-                    self._split(lease, lease.stored, now)
+                    self._split(lease, lease.stored)
             else:
-                child = lease.tree.child(node, lease.data, at, stop)
+                child = pin.tree.child(node, lease.data, at, stop)
                 if child is None:
-                    return self._grow(lease, stop, origin, now)
+                    return self._grow(lease, stop, origin)
                 pin.down(child)
                 child.warm &= lease.warm
 
-    def _take_checkpoint(self, lease: Lease, stop: int, kind: Kind, now: int) -> None:
+    def _take_checkpoint(self, lease: Lease, stop: int, kind: Kind) -> None:
         if not (self.layout.has_state or self.layout.has_window):
             return
-        if stop < lease.pin.node.end and not self._split(lease, stop, now):
+        if stop < lease.pin.node.end and not self._split(lease, stop):
             return
         node = lease.pin.node
-        if node.checkpoint is not None:
-            if WEIGHTS[kind] > WEIGHTS[node.checkpoint.kind]:
-                node.checkpoint.kind = kind
-            node.checkpoint.warm &= lease.warm
-            node.checkpoint.hint = max(node.checkpoint.hint, lease.hint)
+        known = node.checkpoint
+        if known is not None:
+            known.kind = max(known.kind, kind, key=lambda k: WEIGHTS[k])
+            known.warm &= lease.warm
+            known.hint = max(known.hint, lease.hint)
             return
         state = None
         if self.layout.has_state:
-            nbytes = self.layout.state_bytes(lease.caches)
-            if not self._make_room(lease, nbytes, SPARE_BUFFERS, now):
+            if not self._make_room(lease, self.layout.state_bytes(lease.caches), SPARE_BUFFERS):
                 return
             state = self.layout.capture(lease.caches)
-        self.ledger.put_checkpoint(
-            node, Checkpoint(kind, state, now, hint=lease.hint, warm=lease.warm)
-        )
-        if node.checkpoint is not None:
-            lease.pin.hold(node.checkpoint)
-        self.on_change(lease.tree, node)
+        taken = Checkpoint(kind, state, self.memory.clock, hint=lease.hint, warm=lease.warm)
+        self.memory.ledger.put_checkpoint(node, taken)
+        lease.pin.hold(taken)
+        self.on_change(lease.pin.tree, node)
 
-    def _grow(self, lease: Lease, stop: int, origin: Origin, now: int) -> None:
+    def _grow(self, lease: Lease, stop: int, origin: Origin) -> None:
         """Add a leaf for the tokens from `lease.stored` to `stop`, or the part that fits."""
-        layout, caches, start = self.layout, lease.caches, lease.stored
+        layout, caches, start, pin = self.layout, lease.caches, lease.stored, lease.pin
         window_from = self._window_from(lease, start, stop, stop)
         packings = []
         if layout.has_rows:
@@ -104,49 +94,51 @@ class Committer:
                 buffers += packing.buffers(held)
             return nbytes, buffers
 
-        if not self._make_room(lease, *cost(stop - start), now):
+        if not self._make_room(lease, *cost(stop - start)):
             lease.stopped_storing = True
-            if layout.has_state or not lease.tree.splits:
+            if layout.has_state or not pin.tree.splits:
                 return  # a part of a chunk could not be resumed from
-            stop = start + _largest(stop - start, lambda n: self.ledger.fits(*cost(n)))
+            ledger = self.memory.ledger
+            too_many = bisect_left(
+                range(stop - start), True, key=lambda n: not ledger.fits(*cost(n))
+            )
+            stop = start + too_many - 1
             if stop - start < APART:
                 return
         rows = layout.pack("rows", caches, start, stop) if layout.has_rows else None
         window = None
         if window_from < stop:
             window = layout.pack("window", caches, window_from, stop)
-        node = lease.tree.add(lease.pin.node, lease.data[start * WIDTH : stop * WIDTH], origin)
-        node.rows, node.window, node.last_used, node.warm = rows, window, now, lease.warm
-        node.waits = lease.warm and lease.pin.node.waits
-        self.ledger.count(node)
-        self.on_change(lease.tree, node)
-        lease.pin.down(node)
+        above, key = pin.node, lease.data[start * WIDTH : stop * WIDTH]
+        node = self.memory.grow(pin, key, origin, rows, window)
+        node.warm, node.waits = lease.warm, lease.warm and above.waits
+        self.on_change(pin.tree, node)
         lease.stored = stop
         if layout.has_state and self._is_last_that_fits(lease, cost(stop - start)[0]):
             # Rows alone cannot be resumed from: end with a checkpoint while there is room.
-            self._take_checkpoint(lease, stop, "end", now)
+            self._take_checkpoint(lease, stop, "end")
             lease.stopped_storing = True
 
     def _is_last_that_fits(self, lease: Lease, chunk_bytes: int) -> bool:
-        """Whether a request has filled the budget by itself: another chunk would leave no room
+        """True where a request has filled the budget by itself: another chunk would leave no room
         for a checkpoint after it."""
         nodes = lease.pin.node.path()
         own = sum(n.index_bytes + (n.rows.nbytes if n.rows else 0) for n in nodes)
         own += sum(c.nbytes for c in lease.pin.checkpoints)
         state = self.layout.state_bytes(lease.caches)
-        return own + chunk_bytes + 2 * state > self.ledger.budget
+        return own + chunk_bytes + 2 * state > self.memory.ledger.budget
 
     def _window_from(self, lease: Lease, start: int, stop: int, position: int) -> int:
         """The first row of a span whose window is worth storing and still there."""
         if not self.layout.has_window:
             return stop
         first = max(start, self.layout.held(lease.caches, position))
-        if not lease.tree.splits and start >= self.layout.kept:
+        if not lease.pin.tree.splits and start >= self.layout.kept:
             # Only the end of a chunk is ever resumed at.
             first = max(first, self.layout.reach(stop))
         return first
 
-    def _fill_windows(self, lease: Lease, position: int, now: int) -> None:
+    def _fill_windows(self, lease: Lease, position: int) -> None:
         """Give the path the window rows that it lacks and the running cache still holds."""
         held = self.layout.held(lease.caches, position)
         for node in lease.pin.node.path():
@@ -158,48 +150,17 @@ class Committer:
                 continue
             packing = self.layout.packing("window", lease.caches, first, node.end)
             tokens = node.end - first
-            if self._make_room(lease, packing.nbytes(tokens), packing.buffers(tokens), now):
+            if self._make_room(lease, packing.nbytes(tokens), packing.buffers(tokens)):
                 window = self.layout.pack("window", lease.caches, first, node.end)
-                self.ledger.put_window(node, window)
-                self.on_change(lease.tree, node)
+                self.memory.ledger.put_window(node, window)
+                self.on_change(lease.pin.tree, node)
 
-    def _split(self, lease: Lease, at: int, now: int) -> bool:
+    def _split(self, lease: Lease, at: int) -> bool:
         """Split the lease's deepest node; the lease then holds the upper half."""
-        done = lease.tree.splits and split(
-            lease.pin, at, self.evictor, self.trees, now, only_warm=lease.warm
-        )
+        pin = lease.pin
+        done = pin.tree.splits and self.memory.split(pin, at, only_warm=lease.warm)
         lease.stopped_storing |= not done
         return done
 
-    def _make_room(self, lease: Lease, nbytes: int, buffers: int, now: int) -> bool:
-        return self.evictor.make_room(self.trees, nbytes, buffers, now, only_warm=lease.warm)
-
-
-def split(
-    pin: Pin,
-    at: int,
-    evictor: Evictor,
-    trees: Collection[Tree],
-    now: int,
-    only_warm: bool = False,
-) -> bool:
-    """Split a pinned node where there is room for it; the upper half stays pinned."""
-    node, ledger = pin.node, evictor.ledger
-    if not evictor.make_room(trees, NODE_BYTES, SPARE_BUFFERS, now, only_warm=only_warm):
-        return False
-    ledger.count(node, -1)
-    try:
-        ledger.count(pin.tree.split(node, at))
-    finally:
-        ledger.count(node)
-    pin.up_to(at)
-    return True
-
-
-def _largest(high: int, fits: Callable[[int], Any]) -> int:
-    """The largest n up to `high` that fits."""
-    low = 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    def _make_room(self, lease: Lease, nbytes: int, buffers: int) -> bool:
+        return self.memory.evictor.make_room(nbytes, buffers, only_warm=lease.warm)

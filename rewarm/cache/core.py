@@ -21,27 +21,24 @@ from rewarm.values import Boundary, Namespace, Tokens
 from .binding import Binding
 from .commit import Committer
 from .cuts import Divider
-from .evicted import EvictedIndex
 from .find import Query
-from .forest import Forest
 from .identity import Description
 from .layout import Layout
-from .ledger import Held, Ledger
-from .memory import auto_size, most_buffers
+from .ledger import Ledger
+from .memory import Memory, auto_size, most_buffers
 from .model import MakeCaches, cache_maker, vocabulary_size
-from .pins import Pin, Pins
+from .pins import Pin
 from .placement import ChatPlacement, Placement
-from .positions import Limit, limit_of
+from .positions import FAR, position_limit
 from .restore import Restorer
-from .retention import Evictor, Item, Retention, WorkPerByte
 from .tiers.base import Tier
 from .tiers.disk.records import StoreError
 from .tiers.disk.store import Store
 from .tiers.disk.tier import DiskTier
 from .tiers.lower import Lower
 from .tiers.promote import Promoter
-from .tree import Tree, encode
-from .views.miss import Explainer
+from .tree import encode
+from .worth import Retention, WorkPerByte
 
 log = logging.getLogger("rewarm")
 
@@ -75,10 +72,10 @@ class CacheCore:
         """`tiers` lie below memory, and below the disk where there is one: from fast to slow. The
         cache closes them. `attach=False` leaves all of that alone until `attach` is called."""
         CacheOptions(memory, disk, disk_size, reuse, chunk, kv_bits, kv_group_size)
-        budget = parse_size(memory) if memory != "auto" else auto_size()
         self.model = model
         self.reuse = reuse
         self.chunk = chunk or (CPU_CHUNK if mx.default_device() == mx.cpu else GPU_CHUNK)
+        self.vocabulary = vocabulary_size(model) or 1 << 31
         self.blank = make_cache or cache_maker(model, max_kv_size, kv_bits, kv_group_size)
         self.layout = layout or Layout(self.blank())
         if not self.layout.reusable:
@@ -91,7 +88,6 @@ class CacheCore:
             checkpoints=self.layout.has_state or self.layout.has_window,
         )
         self._find_limit()
-        self.memory = Ledger(budget, max_buffers or most_buffers())
         self._binding = Binding(
             model,
             self.blank,
@@ -100,35 +96,25 @@ class CacheCore:
             exact=reuse == "exact",
             chunk=self.chunk,
         )
-        self.vocabulary = vocabulary_size(model) or 1 << 31
-        self._trees = Forest(chunked=reuse == "exact")
-        self._pins = Pins()
-        self._lower = Lower(self.layout, self._pins)
-        self._evicted_index = EvictedIndex()
-        self._evictor = Evictor(
-            retention or WorkPerByte(),
-            self.memory,
-            reach=self.layout.longest_window,
-            stateful=self.layout.has_state,
-            on_evict=partial(_evicted, self._evicted_index, self._lower, self.layout),
+        ledger = Ledger(budget_of(memory), max_buffers or most_buffers())
+        self.memory = Memory(
+            self.layout, ledger, retention or WorkPerByte(), chunked=reuse == "exact"
         )
-        trees = self._trees.values()
-        self._committer = Committer(
-            self.layout, self.memory, self._evictor, trees, self._lower.changed
-        )
-        self._promoter = Promoter(self.layout, self.memory, self._evictor, trees)
+        self._lower = Lower(self.layout, self.memory.pins)
+        self.memory.offer = self._lower.evicting
+        self._committer = Committer(self.layout, self.memory, self._lower.changed)
+        self._promoter = Promoter(self.layout, self.memory)
         self._restorer = Restorer(self.layout, self.blank, self.memory, self._lower)
-        self._explainer = Explainer(self._evicted_index)
         self._lock = threading.RLock()
-        self._clock = 0
         self._closed = False
         self._owned = False
         self._folder = Path(disk) if disk is not None and self.layout.reusable else None
         self._disk_size = parse_size(disk_size, "disk_size")
         self._unopened = list(tiers) if self.layout.reusable else []
         self._attaching: threading.Thread | None = None
-        # A cache that is dropped without `close` frees its arrays at once, too.
-        weakref.finalize(self, _let_go, self._trees, self._lower).atexit = False
+        # A cache that is dropped without `close` frees its arrays at once, too. None of its parts
+        # may refer to it: it would outlive its last user.
+        weakref.finalize(self, _let_go, self.memory, self._lower).atexit = False
         if attach:
             self.attach()
 
@@ -147,16 +133,14 @@ class CacheCore:
         description = self._binding.describe()
         if not owned:
             return self._attach(description)
-        work = threading.Thread(
+        self._attaching = threading.Thread(
             target=self._attach, args=(description,), name="rewarm-attach", daemon=True
         )
-        self._attaching = work
-        work.start()
+        self._attaching.start()
 
     def _attach(self, description: Description) -> None:
-        before = self._binding.namespace
+        namespace = before = self._binding.namespace
         opened: list[Tier] = []
-        namespace = before
         try:
             namespace = self._binding.identified(description)
             opened = self._opened(namespace)
@@ -168,8 +152,8 @@ class CacheCore:
                 log.warning("there is no tier below memory: the model changed while it was read")
             elif opened:
                 self._binding.namespace = namespace
-                self._trees.rename(namespace.base)
-                self._lower.open(opened, self._trees.values())
+                self.memory.rename(namespace.base)
+                self._lower.open(opened, self.memory.trees.values())
                 return
         for tier in opened:
             tier.close()
@@ -185,11 +169,11 @@ class CacheCore:
         disk = DiskTier(
             store,
             self.layout,
-            self._evictor.policy,
+            self.memory.evictor.policy,
             namespace,
             model=getattr(self.model, "rewarm_source", type(self.model).__module__),
             grid=f"exact {self.chunk}" if self.reuse == "exact" else "fast",
-            in_use=partial(bool, self._pins.held),
+            in_use=partial(bool, self.memory.pins.held),
         )
         return [disk, *self._unopened]
 
@@ -199,17 +183,12 @@ class CacheCore:
         if work is not None:
             work.join()
 
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """The tiers in use below memory, from fast to slow."""
-        return self._lower.tiers
-
     def rebind(self, model: Any = None) -> None:
         """Go on with the model as it is now; `model` may be another object that computes the same.
 
-        For whoever edits arrays in place, which nothing else notices. State is found again where
-        the model computes what it computed before; a cache without tiers cannot know that, and
-        forgets everything."""
+        Call it after arrays were edited in place, which nothing else notices. State is found again
+        where the model computes what it computed before; a cache without tiers cannot know that,
+        and forgets everything."""
         self._attached()
         if model is not None and model is not self.model:
             self._binding.check(model)
@@ -220,7 +199,7 @@ class CacheCore:
             self._find_limit()
             if namespace is None:
                 self._binding.start_anew()
-                self._forget()
+                self.memory.forget()
             else:
                 if namespace != self._binding.namespace:
                     log.info("the model was changed: what is computed from now on is kept apart")
@@ -233,70 +212,49 @@ class CacheCore:
         elif self._lower.lanes:
             self.rebind()
 
-    def in_namespace(self, namespace: Namespace, salt: str | None) -> bool:
-        return namespace == self._binding.namespace.salted(salt)
+    def namespace(self, salt: str | None = None) -> Namespace:
+        """The namespace that prompts with this salt share state in."""
+        return self._binding.namespace.salted(salt)
 
     @property
     def limit(self) -> int:
         """The position up to which state is stored: see `positions.py`."""
         return self._divider.limit
 
-    def _query(self, prompt: Tokens, salt: str | None, boundaries: Sequence[Boundary]) -> Query:
-        namespace = self._binding.namespace.salted(salt)
-        cuts = self._divider.grid(len(prompt), boundaries)
-        return Query(namespace, encode(prompt), cuts, self.layout, self.reuse)
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers in use below memory, from fast to slow."""
+        return self._lower.tiers
 
-    def _used(self) -> list[Tree]:
-        return [pin.tree for pin in self._pins.held]
+    def _query(self, prompt: Tokens, salt: str | None, boundaries: Sequence[Boundary]) -> Query:
+        cuts = self._divider.grid(len(prompt), boundaries)
+        return Query(self.namespace(salt), encode(prompt), cuts, self.layout, self.reuse)
 
     def _find_limit(self) -> None:
         # In `exact` a chunk is reused only where every chunk before it is the prompt's own. So its
         # rows were computed in the very calls that would compute them again, whatever these do.
         stores = self.reuse == "fast" and self.layout.reusable
-        limit = limit_of(self.model) if stores else Limit()
-        limit.say(self.model)
-        self._divider = replace(self._divider, limit=limit.position)
-
-    def _forget(self) -> None:
-        self._pins.forget()
-        self._trees.take_apart()
-        self._evicted_index.clear()
-        self.memory.held = Held()
-        self._evictor.forget()
+        limit = position_limit(self.model) if stores else FAR
+        self._divider = replace(self._divider, limit=limit)
 
     def _release(self, pin: Pin) -> None:
         with self._lock:
-            self._pins.drop(pin)
-            # Where the budget was lowered meanwhile, what was leased can go now.
-            self._evictor.make_room(self._trees.values(), 0, 0, self._clock)
-
-    def _drain(self) -> None:
-        """Unpin what forgotten leases held."""
-        while self._pins.dropped:
-            self._release(self._pins.dropped.popleft())
+            self.memory.release(pin)
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
         with self._lock:
             if self._closed:
                 raise CacheClosed("this cache is closed: make a new PrefixCache")
-            self._drain()
+            self.memory.drain()
             yield
 
 
-def _evicted(gone: EvictedIndex, lower: Lower, layout: Layout, item: Item) -> None:
-    """Memory is about to let go of something.
-
-    This is no method: a cache that its own evictor refers to would outlive its last user.
-    """
-    gone.note(item, resumable=not layout.has_state)
-    try:
-        lower.evicting(item)
-    except Exception:
-        log.exception("something evicted could not be offered to a lower tier")
+def budget_of(memory: int | str) -> int:
+    return parse_size(memory) if memory != "auto" else auto_size()
 
 
-def _let_go(trees: Forest, lower: Lower) -> None:
-    trees.take_apart()
+def _let_go(memory: Memory, lower: Lower) -> None:
+    memory.forget()
     for lane in lower.lanes:
         lane.stop()

@@ -1,4 +1,4 @@
-"""Finding: how far a prompt is known, and from where the model can go on.
+"""Finding: how far a prompt is known, and the position that the model can go on from.
 
 A model is as flexible as its least flexible layer.
 """
@@ -18,7 +18,7 @@ MEMORY = "memory"
 """The name of what lies above all tiers."""
 
 GLIMPSE = 48
-"""Tokens of the other side that are kept of a divergence."""
+"""Tokens that are kept of what is stored where a prompt diverges."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Query:
         return self.namespace == other.namespace and self.data == other.data
 
     def upto(self, position: int) -> tuple[bytes, tuple[int, ...]]:
-        """Its beginning up to a position: the key of that, and the cuts in it."""
+        """Cut the prompt off at a position: the key up to there, and the cuts in it."""
         return self.data[: position * WIDTH], tuple(c for c in self.cuts if c <= position)
 
 
@@ -56,7 +56,7 @@ class ResumePoint:
     node: Node
     """The node that the resume point lies in or ends; the root where nothing can be reused."""
     junction: int
-    """The position up to which the tree could give it, had there been a checkpoint."""
+    """The position up to which it could be reused if there were a checkpoint."""
 
     @property
     def at(self) -> int:
@@ -79,7 +79,8 @@ def find(tree: Tree, query: Query) -> ResumePoint:
     walk = tree.walk(query.data, query.cuts)
     # At least one token is left to compute. In a tree of chunks only whole ones count.
     limit = min(walk.shared, length - 1) if tree.splits else walk.node.end
-    node, resume = _resume(layout, walk.node, limit) if layout.reusable else (tree.root, 0)
+    found = _resume(layout, walk.node, limit) if layout.reusable else None
+    node, resume = found or (tree.root, 0)
     reason: Reason | None = None
     if not layout.reusable:
         reason = "disabled"
@@ -91,21 +92,16 @@ def find(tree: Tree, query: Query) -> ResumePoint:
 
 def parting(tree: Tree, query: Query) -> Parting:
     """Find what a tree has instead of a prompt's next tokens; of several, the last used."""
-    data = query.data
-    walk = tree.walk(data, query.cuts)
-    node = walk.node
+    node, shared = tree.walk(query.data, query.cuts)
     reached = node.origin if node.parent is not None else None
-    if walk.shared < node.end:
-        begin = (walk.shared - node.start) * WIDTH
-        return Parting(reached, _path_from(node, begin), node.origin)
-    rest = data[node.end * WIDTH :]
-    further = list(node.children.values())
-    if walk.shared > node.end:
-        further = [c for c in further if agreement(c.key, rest) == walk.shared - node.end]
-    if not further:
+    branches = [node] if shared < node.end else list(node.children.values())
+    if shared > node.end:
+        rest = query.data[node.end * WIDTH :]
+        branches = [c for c in branches if agreement(c.key, rest) == shared - node.end]
+    if not branches:
         return Parting(reached)
-    latest = max(further, key=lambda child: child.last_used)
-    begin = (walk.shared - node.end) * WIDTH
+    latest = max(branches, key=lambda branch: branch.last_used)
+    begin = (shared - latest.start) * WIDTH
     return Parting(reached, _path_from(latest, begin), latest.origin)
 
 
@@ -135,35 +131,26 @@ def _missed(walk: Walk, data: bytes, length: int, resume: int, limit: int) -> Re
     return None
 
 
-def _resume(layout: Layout, node: Node, limit: int) -> tuple[Node, int]:
+def _resume(layout: Layout, node: Node, limit: int) -> tuple[Node, int] | None:
     """The last position up to `limit` that every layer can be restored at."""
-    while node.parent is not None:
-        position = min(node.end, limit)
-        if position > node.start:
-            at_checkpoint = node.checkpoint is not None and position == node.end
-            if (at_checkpoint or not layout.has_state) and _window_held(layout, node, position):
-                return node, position
-        node = node.parent
-    return node, 0
+    for each in node.path():
+        position = min(each.end, limit)
+        if position > each.start:
+            at_checkpoint = each.checkpoint is not None and position == each.end
+            if (at_checkpoint or not layout.has_state) and _has_window(layout, each, position):
+                return each, position
+    return None
 
 
-def _window_held(layout: Layout, node: Node, position: int) -> bool:
-    """Whether the window rows that `position` needs are all in the tree.
+def _has_window(layout: Layout, node: Node, position: int) -> bool:
+    """True where the window rows that `position` needs are all in the tree.
 
     Asking at the ends of nodes is enough: within one stretch of held rows the last position is the
     easiest to restore.
     """
     if not layout.has_window:
         return True
-    first = layout.reach(position)
-    from_here = position
-    for above in node.path():
-        if from_here <= first:
-            break
-        if above.window is None or above.window.start > max(above.start, first):
-            return False
-        from_here = max(above.start, first)
-    return not layout.kept or all(
+    return node.windows(layout.reach(position), position) is not None and all(
         above.window is not None and above.window.start == above.start
         for above in node.path()
         if above.start < layout.kept

@@ -1,9 +1,8 @@
-"""What `match` and `acquire` give: how far a prompt is known, and a pin on its path."""
+"""A lease: what `acquire` gives."""
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,11 +10,9 @@ import numpy as np
 from rewarm.values import Cost, Cut, Tokens
 
 from .pins import Pin
-from .tree import Tree, encode
+from .tree import encode
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import mlx.core as mx
 
     from .prefix import PrefixCache
@@ -25,25 +22,23 @@ class Lease:
     """A running request's hold on its path, and the caches it computes with.
 
     Prefill goes through `cuts`: compute up to each, then `cache.commit(lease, cut.stop,
-    checkpoint=cut.checkpoint)`. Dropped in any way, it unpins: by `release`, by leaving its `with`
-    block, or by being forgotten.
+    checkpoint=cut.checkpoint)`. The path is unpinned when the lease ends in any way: by `release`,
+    at the end of its `with` block, or when nothing refers to it any more.
     """
 
     def __init__(
         self,
         cache: PrefixCache,
-        tree: Tree,
         tokens: Tokens,
         caches: list[Any],
         pin: Pin,
         cuts: list[Cut],
         cost: Cost,
-        dropped: deque[Pin],
-        warm: bool = False,
-        hint: float = 1.0,
+        *,
+        warm: bool,
+        hint: float,
     ) -> None:
         self.cache = cache
-        self.tree = tree
         self.tokens = tokens
         self.data = encode(tokens)
         self.caches = caches
@@ -62,10 +57,10 @@ class Lease:
         self.warm = warm
         """Computed ahead of any request: it makes room only where older such work lies."""
         # The finalizer may run at any moment in any thread, so it only leaves a note.
-        self._finalizer = weakref.finalize(self, dropped.append, pin)
+        self._finalizer = weakref.finalize(self, cache.memory.pins.dropped.append, pin)
 
     def extend(self, tokens: list[int] | Tokens) -> None:
-        """Tokens that were decoded after the prompt."""
+        """Add tokens that were decoded after the prompt."""
         more = np.asarray(tokens, dtype=np.int32)
         self.tokens = np.concatenate([self.tokens, more])
         self.data += encode(more)
@@ -77,10 +72,5 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 
 from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Payload
 
+KINDS = ("rows", "window", "checkpoint", "index")
+
 
 @dataclass
 class Held:
-    """Bytes by kind. `index` is the tree itself, in ordinary memory."""
+    """What trees hold together."""
 
-    rows: int = 0
-    window: int = 0
-    checkpoint: int = 0
-    index: int = 0
+    kinds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    """Bytes by kind. `index` is the tree itself, in ordinary memory."""
     buffers: int = 0
     nodes: int = 0
     checkpoints: int = 0
@@ -22,15 +22,11 @@ class Held:
     @property
     def tokens(self) -> int:
         """Distinct tokens: what a node takes in the index beyond its fixed bytes is its key."""
-        return (self.index - self.nodes * NODE_BYTES) // WIDTH
-
-    @property
-    def payload(self) -> int:
-        return self.rows + self.window + self.checkpoint
+        return (self.kinds["index"] - self.nodes * NODE_BYTES) // WIDTH
 
     @property
     def total(self) -> int:
-        return self.payload + self.index
+        return sum(self.kinds.values())
 
 
 @dataclass
@@ -55,18 +51,12 @@ class Ledger:
         if node.parent is not None:  # it has become, or is no longer, a leaf
             self.noted[node.parent] = None
         held = self.held
-        held.index += sign * node.index_bytes
         held.nodes += sign
-        if node.rows is not None:
-            held.rows += sign * node.rows.nbytes
-            held.buffers += sign * node.rows.buffers
-        if node.window is not None:
-            held.window += sign * node.window.nbytes
-            held.buffers += sign * node.window.buffers
-        if node.checkpoint is not None:
-            held.checkpoint += sign * node.checkpoint.nbytes
-            held.buffers += sign * node.checkpoint.buffers
-            held.checkpoints += sign
+        held.checkpoints += sign * (node.checkpoint is not None)
+        held.kinds["index"] += sign * node.index_bytes
+        for kind, payload in node.payloads.items():
+            held.kinds[kind] += sign * payload.nbytes
+            held.buffers += sign * payload.buffers
 
     def put_window(self, node: Node, payload: Payload | None) -> None:
         self.count(node, -1)

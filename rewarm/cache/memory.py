@@ -1,16 +1,147 @@
-"""The memory of the device: how much there is, and how much of it a cache takes by itself."""
+"""Memory: the trees of one cache, and what keeps them within their budget."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from rewarm.accel.device import device_bytes
 from rewarm.options import SMALLEST
+from rewarm.values import Namespace, Origin
+
+from .evicted import EvictedIndex
+from .layout import Layout
+from .ledger import Held, Ledger
+from .pins import Pin, Pins
+from .retention import Evictor
+from .tree import NODE_BYTES, ChunkTree, Node, Payload, Tree
+from .worth import Item, Retention
+
+log = logging.getLogger("rewarm")
 
 AUTO_SHARE = 0.4
-"""Of the memory that is free once the model is loaded; the rest is for running requests."""
+"""A cache's share of the memory that is free once the model is loaded; running requests need the
+rest."""
+
+MOST_EMPTY = 16
+"""The number of trees up to which empty ones are left alone."""
+
+SPARE_BUFFERS = 4
+"""Reserved where the number is known only afterwards: a state takes one for each dtype."""
+
+
+class Memory:
+    """The trees of one cache, with its ledger, pins and evictor. Use it under the cache's lock."""
+
+    def __init__(self, layout: Layout, ledger: Ledger, policy: Retention, *, chunked: bool) -> None:
+        self.ledger = ledger
+        self.trees: dict[Namespace, Tree] = {}
+        self.pins = Pins()
+        self.evicted = EvictedIndex()
+        self.clock = 0
+        """The number of prompts that were acquired."""
+        self.evictor = Evictor(
+            policy,
+            ledger,
+            lambda: self.clock,
+            reach=layout.longest_window,
+            stateful=layout.has_state,
+            on_evict=self._evicting,
+        )
+        self.offer: Callable[[Item], None] | None = None
+        """Told of an item that is about to go: it is the last chance to put it elsewhere."""
+        self._tree_kind = ChunkTree if chunked else Tree
+        self._most = MOST_EMPTY
+        self._resumable = not layout.has_state
+
+    def tree(self, namespace: Namespace, *, keep: bool = True) -> Tree:
+        """The tree of a namespace: an empty one where there is none. It is kept if `keep` says so.
+
+        Empty ones that nothing pins are dropped now and then, or salts would pile up."""
+        found = self.trees.get(namespace) or self._tree_kind(namespace)
+        if keep and namespace not in self.trees:
+            if len(self.trees) >= self._most:
+                used = {pin.tree for pin in self.pins.held}
+                kept = {n: t for n, t in self.trees.items() if t.root.children or t in used}
+                self.trees = kept
+                self._most = 2 * len(kept) + MOST_EMPTY
+            self.trees[namespace] = found
+        return found
+
+    def nodes(self) -> list[Node]:
+        """Every node of every tree."""
+        return [node for tree in self.trees.values() for node in tree.nodes()]
+
+    def rename(self, base: str) -> None:
+        """Give all trees another identity of what computes."""
+        for tree in self.trees.values():
+            tree.namespace = replace(tree.namespace, base=base)
+        self.trees = {tree.namespace: tree for tree in self.trees.values()}
+
+    def forget(self) -> None:
+        """Free what all trees hold at once, and know nothing any more."""
+        self.pins.forget()
+        for tree in self.trees.values():
+            tree.clear()
+        self.trees.clear()
+        self.evicted.clear()
+        self.ledger.held = Held()
+        self.evictor.forget()
+
+    def release(self, pin: Pin) -> None:
+        self.pins.drop(pin)
+        # Where the budget was lowered meanwhile, what was leased can go now.
+        self.evictor.make_room()
+
+    def drain(self) -> None:
+        """Unpin what forgotten leases held."""
+        while self.pins.dropped:
+            self.release(self.pins.dropped.popleft())
+
+    def split(self, pin: Pin, at: int, *, only_warm: bool = False) -> bool:
+        """Split a pinned node where there is room for it; the upper half stays pinned."""
+        node = pin.node
+        if not self.evictor.make_room(NODE_BYTES, SPARE_BUFFERS, only_warm=only_warm):
+            return False
+        self.ledger.count(node, -1)
+        try:
+            self.ledger.count(pin.tree.split(node, at))
+        finally:
+            self.ledger.count(node)
+        pin.up_to(at)
+        return True
+
+    def grow(
+        self, pin: Pin, key: bytes, origin: Origin, rows: Payload | None, window: Payload | None
+    ) -> Node:
+        """Add a leaf below a pinned node, and pin it. Make room for it first."""
+        node = pin.tree.add(pin.node, key, origin)
+        node.rows, node.window, node.last_used = rows, window, self.clock
+        self.ledger.count(node)
+        pin.down(node)
+        return node
+
+    def discard(self, tree: Tree, node: Node) -> list[Node]:
+        """Remove a node and all below it. Returns them; none where one is in use."""
+        below = node.subtree()
+        if any(n.pins or (n.checkpoint and n.checkpoint.pins) for n in below):
+            return []
+        for each in reversed(below):
+            self.ledger.count(each, -1)
+            tree.remove(each)
+        return below
+
+    def _evicting(self, item: Item) -> None:
+        self.evicted.note(item, resumable=self._resumable)
+        try:
+            if self.offer is not None:
+                self.offer(item)
+        except Exception:
+            log.exception("something evicted could not be offered to a lower tier")
 
 
 def auto_size() -> int:

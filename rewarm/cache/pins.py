@@ -1,4 +1,4 @@
-"""Pins: what somebody uses is not evicted."""
+"""Pins: what is in use is not evicted."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Pin:
     @property
     def nbytes(self) -> int:
         """The bytes that the tree holds of the path, with these checkpoints."""
-        parts = [part for node in self.node.path() for part in (node.rows, node.window)]
-        return sum(p.nbytes for p in (*parts, *self.checkpoints) if p is not None)
+        payloads = [p for node in self.node.path() for p in (node.rows, node.window)]
+        return sum(p.nbytes for p in (*payloads, *self.checkpoints) if p is not None)
 
     def take(self) -> None:
         for node in self.node.path():
@@ -41,6 +41,7 @@ class Pin:
         self.checkpoints.append(checkpoint)
 
     def down(self, child: Node) -> None:
+        """Go on to a child, and hold that too."""
         child.pins += 1
         self.node = child
 
@@ -60,8 +61,8 @@ class Pins:
     def __init__(self) -> None:
         self.held: set[Pin] = set()
         self.dropped: deque[Pin] = deque()
-        """Of leases that were forgotten. A finalizer may run at any moment in any thread, so it
-        only leaves a note here."""
+        """Pins of leases that were forgotten. A finalizer may run at any moment in any thread, so
+        it only leaves a note here."""
         self.hits = self.misses = 0
 
     def hold(self, tree: Tree, node: Node) -> Pin:
@@ -76,20 +77,17 @@ class Pins:
     ) -> Pin:
         """Pin the path of a match, and refresh what it really used and nothing else."""
         pin = self.hold(tree, node)
-        used = node.checkpoint
-        if used is not None and resume == node.end:
-            pin.hold(used)
+        if node.checkpoint is not None and resume == node.end:
+            pin.hold(node.checkpoint)
         if warm:
             return pin
-        parts: list[Node | Checkpoint] = [*pin.checkpoints, *node.path()]
+        for each in node.path():
+            each.touch(now)
         for checkpoint in pin.checkpoints:
+            checkpoint.touch(now)
             checkpoint.hint = max(checkpoint.hint, hint)
-        for part in parts:
-            part.touch(now)
-        if resume:
-            self.hits += 1
-        else:
-            self.misses += 1
+        self.hits += resume > 0
+        self.misses += resume == 0
         return pin
 
     def drop(self, pin: Pin) -> None:
@@ -97,7 +95,7 @@ class Pins:
         self.held.discard(pin)
 
     def forget(self) -> None:
-        """The trees are gone: there is nothing left to unpin."""
+        """Drop all pins of trees that are gone: there is nothing left to unpin."""
         for pin in self.held:
             pin.live = False
             pin.checkpoints.clear()

@@ -44,22 +44,6 @@ WIDTHS = (64, 128, 256, 512)
 """Head sizes to try where a module does not hold its own."""
 
 
-@dataclass(frozen=True)
-class Limit:
-    """Calls that end at `position` or before give every token the same row, however they divide the
-    sequence. Calls that end beyond it do not."""
-
-    position: int = FAR
-    module: str = ""
-    """The class of the module that sets it."""
-
-    def say(self, model: Any) -> None:
-        """Log what it means for this model, once in a process."""
-        if self.position < FAR:
-            name = type(model).__module__.rpartition(".")[2]
-            _warn(name, self.module, self.position)
-
-
 @functools.cache
 def _warn(model: str, module: str, position: int) -> None:
     if position:
@@ -77,17 +61,20 @@ def _warn(model: str, module: str, position: int) -> None:
         )
 
 
-def limit_of(model: Any) -> Limit:
-    """The lowest limit of a model's position modules.
+def position_limit(model: Any) -> int:
+    """The lowest limit of a model's position modules; `FAR` where none has one. It is logged.
 
-    Call it on a thread that may run the model. The modules are called as copies: some keep what
-    they computed last.
+    Calls that end there or before give every token the same row, however they divide the sequence.
+    Calls that end beyond it do not. Call it on a thread that may run the model. The modules are
+    called as copies: some keep what they computed last.
     """
-    limit = Limit()
+    limit, name = FAR, ""
     for module in _distinct(position_modules(model)):
-        position = _position_limit(module, model)
-        if position < limit.position:
-            limit = Limit(position, type(module).__name__)
+        position = _limit_of(module, model)
+        if position < limit:
+            limit, name = position, type(module).__name__
+    if limit < FAR:
+        _warn(type(model).__module__.rpartition(".")[2], name, limit)
     return limit
 
 
@@ -112,7 +99,7 @@ def _takes_offset(kind: type) -> bool:
     )
 
 
-def _position_limit(module: Module, model: Any) -> int:
+def _limit_of(module: Module, model: Any) -> int:
     """Find the limit between the first length at which rows disagree and the last before it."""
     probe = _Probe.of(module, most_heads(model))
     if probe is None:

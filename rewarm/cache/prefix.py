@@ -13,27 +13,27 @@ import numpy.typing as npt
 
 from rewarm.accel import heap
 from rewarm.errors import InvalidOption, ModelMismatch
-from rewarm.options import parse_size
 from rewarm.values import Boundary, Cost, Kind, Match, Miss, Origin
 
-from .core import CacheCore
-from .find import Query, find
+from .core import CacheCore, budget_of
+from .find import Query, ResumePoint, find
 from .lease import Lease
-from .memory import auto_size
 from .model import checked_tokens
 from .placement import Shape
-from .restore import known_below
+from .restore import known_below, match_with
 from .tiers.base import Found
 from .tiers.fetch import Fetch, Worth
 from .tiers.lower import SILENCE, Answer
-from .tree import Tree, encode
+from .tree import Node, Tree
 from .views.digest import digest
-from .views.miss import Missed
+from .views.miss import Missed, why
 from .views.stats import Stats
 from .views.survey import Survey, survey_of
 from .views.verify import verify
 
 log = logging.getLogger("rewarm")
+
+TokenIds = Sequence[int] | npt.NDArray[Any]
 
 
 class PrefixCache(CacheCore):
@@ -44,7 +44,7 @@ class PrefixCache(CacheCore):
 
     def match(
         self,
-        tokens: Sequence[int] | npt.NDArray[Any],
+        tokens: TokenIds,
         salt: str | None = None,
         boundaries: Sequence[Boundary] = (),
         *,
@@ -53,13 +53,13 @@ class PrefixCache(CacheCore):
         """Say how much of a prompt could be reused now. Changes nothing.
 
         It waits for the answers of lower tiers, unless `tiers` is false. The lock is not held."""
-        query, tree, answers = self._asked(tokens, salt, boundaries, tiers)
+        query, tree, answers = self._looked_for(tokens, salt, boundaries, tiers)
         with self._entered():
-            return self._restorer.match(tree, query, answers)
+            return match_with(tree, query, answers)
 
     def miss(
         self,
-        tokens: Sequence[int] | npt.NDArray[Any],
+        tokens: TokenIds,
         salt: str | None = None,
         boundaries: Sequence[Boundary] = (),
         *,
@@ -69,20 +69,20 @@ class PrefixCache(CacheCore):
         """Say how much of a prompt could be reused now, and why not more: as `match` does.
 
         It looks at the prompt's own salt only, and at the `other_salts` that the caller names."""
-        query, tree, answers = self._asked(tokens, salt, boundaries, tiers)
+        query, tree, answers = self._looked_for(tokens, salt, boundaries, tiers)
         with self._entered():
-            match = self._restorer.match(tree, query, answers)
+            match = match_with(tree, query, answers)
             below = max((a.found for a in answers), key=lambda f: f.shared, default=None)
             return Missed(match, self._why(match, tree, query, below, other_salts))
 
-    def foreign(self, tokens: Sequence[int] | npt.NDArray[Any], salt: str | None = None) -> int:
+    def foreign(self, tokens: TokenIds, salt: str | None = None) -> int:
         """The number of tokens of a prompt that lower tiers have of other models, or in another
         form, under the same salt. It waits for them."""
         return self._lower.foreign(checked_tokens(tokens, self.vocabulary), salt)
 
     def fetch(
         self,
-        tokens: Sequence[int] | npt.NDArray[Any],
+        tokens: TokenIds,
         salt: str | None = None,
         boundaries: Sequence[Boundary] = (),
         *,
@@ -97,7 +97,7 @@ class PrefixCache(CacheCore):
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
             query = self._query(prompt, salt, boundaries)
-            return self._lower.fetch(query, self._trees.of(query.namespace, self._used()), worth)
+            return self._lower.fetch(query, self.memory.tree(query.namespace), worth)
 
     def take_in(self, fetch: Fetch) -> Match:
         """Put what a fetch brought into the memory tree, and say what can be reused now.
@@ -107,15 +107,12 @@ class PrefixCache(CacheCore):
         that it is as if nothing had come, and the fetch is cancelled.
         """
         with self._entered():
-            tree = self._trees.of(fetch.query.namespace, self._used())
-            before = find(tree, fetch.query).at
-            self._promote(fetch)
-            match = find(tree, fetch.query).match
-            return replace(match, tier=fetch.tier) if match.resume > before else match
+            tree = self.memory.tree(fetch.query.namespace)
+            return self._with_fetched(fetch, find(tree, fetch.query), tree, fetch.query).match
 
     def acquire(
         self,
-        tokens: Sequence[int] | npt.NDArray[Any],
+        tokens: TokenIds,
         *,
         salt: str | None = None,
         boundaries: Sequence[Boundary] = (),
@@ -125,7 +122,7 @@ class PrefixCache(CacheCore):
         hint: float = 1.0,
         fetch: bool | Fetch = True,
     ) -> Lease:
-        """Caches that stand at the resume point of a prompt, and a lease on its path.
+        """Lease a prompt's path, with caches that stand at its resume point.
 
         `fetch=True` waits for what lower tiers have of the prompt, without the lock: it is for a
         thread that has nothing else to do. `fetch=False` takes what memory holds, at once. A fetch
@@ -134,8 +131,8 @@ class PrefixCache(CacheCore):
 
         `headroom` is how many tokens the answer may take: the caches then need not grow by copying.
         `hint` above 1 says that this prompt is likelier than others to be asked for again.
-        `warm`: nobody has asked for this yet. It is no use of what it finds, and its commits evict
-        nothing but other warm-ahead.
+        `warm`: no request has asked for this yet. What it finds counts as unused, and its commits
+        evict nothing but other warm-ahead.
         """
         if not 0 < hint < math.inf:
             raise InvalidOption(f"hint={hint!r} is no likelihood: give a number above 0, such as 2")
@@ -148,27 +145,23 @@ class PrefixCache(CacheCore):
             fetch.wait(SILENCE)
         fetched = time.perf_counter()
         with self._entered():
-            self._clock += 1
+            self.memory.clock += 1
             query = self._query(prompt, salt, boundaries)
-            tree = self._trees.of(query.namespace, self._used())
+            tree = self.memory.tree(query.namespace)
             found = find(tree, query)
             matched = time.perf_counter()
             below = None
             if isinstance(fetch, Fetch):
                 below = fetch.known if fetch.query.is_for(query) else None
-                before = found.at
-                self._promote(fetch)
-                found = find(tree, query)
-                if found.at > before:
-                    found = replace(found, match=replace(found.match, tier=fetch.tier))
-                if below is not None:
-                    found = known_below(found, below)
+                found = self._with_fetched(fetch, found, tree, query)
+                found = known_below(found, below) if below is not None else found
             found, caches = self._restorer.restored(found, tree, query, headroom)
             restored = time.perf_counter()
             shape = Shape(len(prompt) - 1, found.at, found.junction, boundaries, marks)
             cuts = self._divider.cuts(shape, list(query.cuts))
             miss = self._why(found.match, tree, query, below) if not warm else None
-            pin = self._pins.take(tree, found.node, found.at, warm=warm, hint=hint, now=self._clock)
+            now = self.memory.clock
+            pin = self.memory.pins.take(tree, found.node, found.at, warm=warm, hint=hint, now=now)
             cost = Cost(
                 found.match,
                 resumed_at=pin.checkpoints[0].kind if pin.checkpoints else None,
@@ -177,8 +170,7 @@ class PrefixCache(CacheCore):
                 restored_bytes=pin.nbytes,
                 miss=miss,
             )
-            dropped = self._pins.dropped
-            return Lease(self, tree, prompt, caches, pin, cuts, cost, dropped, warm, hint)
+            return Lease(self, prompt, caches, pin, cuts, cost, warm=warm, hint=hint)
 
     def commit(
         self,
@@ -200,7 +192,7 @@ class PrefixCache(CacheCore):
                 f"ended, to {len(lease.tokens)}"
             )
         with self._lock:
-            self._drain()
+            self.memory.drain()
             lease.position = stop
             if self.reuse == "exact" and origin == "prefill":
                 self.layout.settle(lease.caches)
@@ -212,13 +204,13 @@ class PrefixCache(CacheCore):
                 lease.stopped_storing = True
                 return
             try:
-                self._committer.commit(lease, stop, origin, checkpoint, self._clock)
+                self._committer.commit(lease, stop, origin, checkpoint)
             except Exception:
                 lease.stopped_storing = True
                 log.exception("a part of a prompt could not be stored; it will be computed again")
 
     def mark(self, lease: Lease, position: int, kind: Kind = "junction") -> None:
-        """Take a checkpoint on the way: somebody waits for the prefix up to `position`."""
+        """Take a checkpoint on the way: another request waits for the prefix up to `position`."""
         if not lease.position < position <= len(lease.tokens) - 1:
             return
         with self._lock:
@@ -226,47 +218,55 @@ class PrefixCache(CacheCore):
             lease.cuts = self._divider.marked(ahead, position, kind)
 
     def mark_idle(
-        self,
-        tokens: Sequence[int] | npt.NDArray[Any],
-        salt: str | None = None,
-        boundaries: Sequence[Boundary] = (),
+        self, tokens: TokenIds, salt: str | None = None, boundaries: Sequence[Boundary] = ()
     ) -> None:
-        """Say that whoever sent this prompt has an answer that a person will think about; after a
-        tool call, which is soon followed by its result, say nothing."""
+        """Note that this prompt has an answer that a person will think about. Do not call it after
+        a tool call, which is soon followed by its result."""
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
-            tree = self._trees.get(self._binding.namespace.salted(salt))
-            if tree is not None:
-                walk = tree.walk(encode(prompt), self._divider.grid(len(prompt), boundaries))
-                self._evictor.mark_idle(walk.node)
+            query = self._query(prompt, salt, boundaries)
+            tree = self.memory.tree(query.namespace, keep=False)
+            self.memory.evictor.mark_idle(tree.walk(query.data, query.cuts).node)
+
+    def nodes(self) -> list[Node]:
+        """Every node that memory holds now, of all salts. They change as requests go on: look at
+        them, and leave them as they are."""
+        with self._entered():
+            return self.memory.nodes()
 
     def stats(self) -> Stats:
         below = {tier.name: tier.stats() for tier in self.tiers}
         with self._entered():
-            return Stats.of(self.memory, self._pins, self._evictor, below)
+            return Stats.of(self.memory, below)
 
     def survey(self) -> Survey:
         """Look at what every node holds. The lock is held for a few nodes at a time."""
         with self._entered():
-            trees = dict(self._trees)
-        return survey_of(self._entered, trees, self.tiers, lambda: self._clock)
+            trees = dict(self.memory.trees)
+        return survey_of(self._entered, trees, self.tiers, lambda: self.memory.clock)
 
     def version(self) -> tuple[int, ...]:
-        """Another one wherever a survey may have changed."""
-        held = self.memory.held
+        """A value that is another one wherever a survey may have changed."""
+        held = self.memory.ledger.held
         below = [n for tier in self.tiers for n in tier.browse().version]
-        return (self._clock, held.nodes, held.total, *below)
+        return (self.memory.clock, held.nodes, held.total, *below)
 
     def digest(self) -> str:
         """One hash of what the tree knows: two caches with the same calls have the same one."""
         with self._entered():
-            return digest(self._trees.values())
+            return digest(self.memory.trees.values())
 
     def resize(self, memory: int | str) -> None:
         """Set another budget; what no longer fits goes at once, except what is leased."""
         with self._entered():
-            self.memory.budget = parse_size(memory) if memory != "auto" else auto_size()
-            self._evictor.make_room(self._trees.values(), 0, 0, self._clock)
+            self.memory.ledger.budget = budget_of(memory)
+            self.memory.evictor.make_room()
+
+    def trim(self, nbytes: int) -> None:
+        """Evict what is worth least until no more than `nbytes` are held, or only what is leased
+        is left. The budget stays as it is."""
+        with self._entered():
+            self.memory.evictor.trim(nbytes)
 
     def verify(self, *, tiers: bool = False) -> None:
         """Check every invariant of the tree and its accounting; raises BrokenInvariant. With
@@ -274,9 +274,7 @@ class PrefixCache(CacheCore):
         if tiers:
             self._lower.verify()
         with self._entered():
-            trees = list(self._trees.values())
-            verify(trees, self.memory, self._pins.held, self.layout)
-            self._evictor.verify(trees)
+            verify(self.memory, self.layout)
 
     def flush(self, *, wait: bool = True, durable: bool = False) -> bool:
         """Make what is held outlive this process; returns when it does.
@@ -284,7 +282,7 @@ class PrefixCache(CacheCore):
         False where a part is not there after all: a tier refused, or has no space for it. Without
         `wait` it is only offered; False where a tier may not have taken all of it yet.
         `durable`: only what is sure to be asked for again, such as system prompts and users' turns.
-        A tier that refuses is said in the log."""
+        A refusal of a tier is logged."""
         if wait:
             self._attached()
         with self._entered():
@@ -299,7 +297,7 @@ class PrefixCache(CacheCore):
 
         Its memory goes back to the system; without `give_back` it stays for what comes next."""
         with self._entered():
-            self._forget()
+            self.memory.forget()
             forgotten = self._lower.forget()
         for each in forgotten:
             each.result()
@@ -316,35 +314,37 @@ class PrefixCache(CacheCore):
         finally:
             with self._lock:
                 self._closed = True
-                self._forget()
+                self.memory.forget()
             self._lower.close()
 
-    def _asked(
-        self,
-        tokens: Sequence[int] | npt.NDArray[Any],
-        salt: str | None,
-        boundaries: Sequence[Boundary],
-        tiers: bool,
+    def _looked_for(
+        self, tokens: TokenIds, salt: str | None, boundaries: Sequence[Boundary], tiers: bool
     ) -> tuple[Query, Tree, list[Answer]]:
         """Look for a prompt without a trace: the query, memory's tree, the tiers' answers."""
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
             query = self._query(prompt, salt, boundaries)
-            tree = self._trees.known(query.namespace)
+            tree = self.memory.tree(query.namespace, keep=False)
             tiers &= find(tree, query).at < query.length - 1
         return query, tree, self._lower.ask(query) if tiers else []
 
-    def _promote(self, fetch: Fetch) -> None:
-        """Put what came into the tree that it was fetched for, and end the fetch."""
+    def _with_fetched(
+        self, fetch: Fetch, before: ResumePoint, tree: Tree, query: Query
+    ) -> ResumePoint:
+        """Put what came into the tree that it was fetched for, end the fetch, and look again."""
         pieces = fetch.taken() if fetch.future.done() and fetch.epoch == self._lower.epoch else []
         try:
             if pieces and fetch.found is not None:
-                tree = self._trees.of(fetch.query.namespace, self._used())
-                self._promoter.promote(tree, fetch.query, pieces, fetch.found, self._clock)
+                into = self.memory.tree(fetch.query.namespace)
+                self._promoter.promote(into, fetch.query, pieces, fetch.found)
         except Exception:
             log.exception("what was fetched could not be put into memory; it is computed again")
         fetch.cancel()
-        self._drain()
+        self.memory.drain()
+        found = find(tree, query)
+        if found.at <= before.at:
+            return found
+        return replace(found, match=replace(found.match, tier=fetch.tier))
 
     def _why(
         self,
@@ -354,10 +354,9 @@ class PrefixCache(CacheCore):
         below: Found | None,
         other_salts: Sequence[str] = (),
     ) -> Miss | None:
-        names = {self._binding.namespace.salted(salt) for salt in other_salts} - {query.namespace}
-        named = [self._trees[name] for name in names if name in self._trees]
         try:
-            return self._explainer.why(match, tree, query, below, named)
+            named = [self.memory.tree(self.namespace(salt), keep=False) for salt in other_salts]
+            return why(match, tree, query, self.memory.evicted, below, named)
         except Exception:
             log.exception("the reason of a miss could not be found")
             return Miss(match.reason, match.shared, match.resume) if match.reason else None

@@ -14,7 +14,7 @@ from rewarm.values import Match
 
 from .find import Query, ResumePoint, find
 from .layout import Layout
-from .ledger import Ledger
+from .memory import Memory
 from .model import MakeCaches
 from .payload import PackedState, Rows
 from .tiers.base import Found
@@ -34,21 +34,8 @@ class Restorer:
 
     layout: Layout
     blank: MakeCaches
-    ledger: Ledger
+    memory: Memory
     lower: Lower
-
-    def match(self, tree: Tree, query: Query, answers: Sequence[Answer]) -> Match:
-        """Say how much could be reused, with what tiers may give. Changes nothing."""
-        point = find(tree, query)
-        best = max(answers, key=lambda answer: answer.found.resume, default=None)
-        for answer in answers:
-            point = known_below(point, answer.found)
-        if best is None or best.found.resume <= point.at:
-            return point.match
-        found = best.found
-        shared = max(point.match.shared, found.shared)
-        reason = point.match.reason if shared > found.shared else found.reason
-        return Match(query.length, shared, found.resume, reason, best.tier)
 
     def restored(
         self, found: ResumePoint, tree: Tree, query: Query, headroom: int
@@ -72,35 +59,23 @@ class Restorer:
 
     def _built(self, found: ResumePoint, headroom: int) -> list[Any]:
         """Raises where anything is missing or of another form."""
-        rows: list[Rows] = []
-        window: list[Rows] = []
-        for node in found.node.path():
-            if isinstance(node.rows, Rows):
-                rows.append(node.rows)
-            if isinstance(node.window, Rows):
-                window.append(node.window)
+        path = [*found.node.path()][::-1]
         state = found.node.checkpoint.state if found.node.checkpoint else None
         return self.layout.build(
             self.blank(),
-            rows=rows[::-1],
-            window=window[::-1],
+            rows=[node.rows for node in path if isinstance(node.rows, Rows)],
+            window=[node.window for node in path if isinstance(node.window, Rows)],
             state=state if isinstance(state, PackedState) else None,
             position=found.at,
             headroom=headroom,
         )
 
     def _discard(self, tree: Tree, node: Node) -> bool:
-        """Remove a node and all below it, unless somebody holds it."""
-        below = [node]
-        for each in below:
-            below.extend(each.children.values())
-        if any(n.pins or (n.checkpoint and n.checkpoint.pins) for n in below):
-            return False
-        for each in reversed(below):
-            self.ledger.count(each, -1)
-            tree.remove(each)
+        """Remove a node and all below it, unless one of them is in use."""
+        gone = self.memory.discard(tree, node)
+        for each in gone:
             self.lower.gone(each)
-        return True
+        return bool(gone)
 
 
 def known_below(point: ResumePoint, found: Found) -> ResumePoint:
@@ -112,3 +87,17 @@ def known_below(point: ResumePoint, found: Found) -> ResumePoint:
         return point
     match = replace(point.match, shared=found.shared, reason=found.reason or point.match.reason)
     return replace(point, match=match, junction=max(point.junction, found.junction))
+
+
+def match_with(tree: Tree, query: Query, answers: Sequence[Answer]) -> Match:
+    """Match a prompt with what memory has, and with what tiers may give. Changes nothing."""
+    point = find(tree, query)
+    best = max(answers, key=lambda answer: answer.found.resume, default=None)
+    for answer in answers:
+        point = known_below(point, answer.found)
+    if best is None or best.found.resume <= point.at:
+        return point.match
+    found = best.found
+    shared = max(point.match.shared, found.shared)
+    reason = point.match.reason if shared > found.shared else found.reason
+    return Match(query.length, shared, found.resume, reason, best.tier)

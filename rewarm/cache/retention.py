@@ -2,8 +2,8 @@
 
 Everything that can go is kept in an index: in buckets of like worth, by age inside each. So what is
 worth least now is the oldest of some bucket, and finding it looks at one item a bucket, however
-many there are. Items are not told when they are used or when something near them changes their
-worth: what is found is appraised again, and put where it belongs now.
+many there are. The index is not told when an item is used or when something near it changes its
+worth: an item that is found is appraised again, and filed where it belongs now.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from rewarm.errors import BrokenInvariant
 
 from .ledger import Ledger
-from .tree import Node, Tree
+from .tree import Node, Tree, tree_of
 from .worth import (
     FARTHEST,
     LRU,
@@ -30,15 +30,14 @@ from .worth import (
     WorkPerByte,
     checkpoint_above,
     checkpoints_below,
+    is_left_behind_leaf,
     leaves_below,
-    left_behind_leaf,
 )
 
 __all__ = ["LRU", "Evictor", "Item", "Retention", "WorkPerByte"]
 
 STEPS = 2
 """Buckets for each doubling of worth."""
-
 
 AT_ONCE = 256
 """Nodes that may wait to be taken into the index: all of them at the end would take a second."""
@@ -51,56 +50,61 @@ class Bucket(NamedTuple):
     abandoned: bool
 
 
-class Entry(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Filed:
     """An item as it was when it was put into the index."""
 
-    node: Node
+    node: Node | None
+    """None once the item has gone, or was filed again: a heap must not keep a node alive."""
     what: What
     bucket: Bucket
     worth: float
     last_used: float
+    number: int
 
 
-class Place(NamedTuple):
-    """Where an item stands in its bucket. What one request used is of one age: of that, what is
-    worth least goes first, and the end of a path before what lies above it."""
+class Turn(NamedTuple):
+    """The order in a bucket. What one request used is of one age: of that, what is worth least goes
+    first, and the end of a path before what lies above it."""
 
     last_used: float
     worth: float
     up: int
     number: int
+    filed: Filed
+    """It is never compared: no two numbers are equal."""
 
 
 @dataclass
 class Evictor:
-    """Makes room in a tier by a policy. Nothing that is leased goes."""
+    """Makes room for a tree by a policy. Nothing that is leased goes."""
 
     policy: Retention
     ledger: Ledger
+    clock: Callable[[], int]
     reach: int = 0
     stateful: bool = False
     on_evict: Callable[[Item], None] | None = None
     """Told of an item that is about to go, with all it holds."""
     by_request: bool = True
-    """Whether its clock counts requests. Where it counts time, a crowd is no age."""
+    """Its clock counts requests. Where it counts time, a crowd is no age."""
     unit: int = 1
-    """Ticks of its clock in one of what a policy counts ages in."""
+    """Ticks of the clock in one unit of the ages that a policy counts."""
     fresh: int = 0
     """Ticks for which what was used is left alone while there is anything older. Where there is
     not, the oldest goes, whatever it is worth."""
     evicted: Counter[str] = field(default_factory=Counter)
-    """How often each kind of item went."""
-    _trees: dict[Node, Tree] = field(default_factory=dict)
-    _heaps: dict[Bucket, list[Place]] = field(default_factory=dict)
-    _entries: dict[int, Entry] = field(default_factory=dict)
-    """Heaps hold numbers only: what has gone must not be kept alive by them."""
-    _numbers: dict[Node, dict[What, int]] = field(default_factory=dict)
-    _next: itertools.count[int] = field(default_factory=itertools.count)
-    _filed: int = 0
-    _leased: list[int] = field(default_factory=list)
-    _leaves: set[Node] = field(default_factory=set)
+    """The number of evictions, by kind of item."""
+    _heaps: dict[Bucket, list[Turn]] = field(default_factory=dict)
+    _filed: dict[What, dict[Node, Filed]] = field(
+        default_factory=lambda: {"leaf": {}, "window": {}, "checkpoint": {}}
+    )
+    _leased: list[Filed] = field(default_factory=list)
+    """Items that could not go when they were found."""
     _marked: set[Node] = field(default_factory=set)
-    """Those with a checkpoint."""
+    """The nodes with a checkpoint."""
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _pushed: int = 0
     _chats: int = 0
     _count_again: int = 0
 
@@ -111,80 +115,63 @@ class Evictor:
     def __post_init__(self) -> None:
         self._appraiser = Appraiser(self.reach, self.stateful)
 
-    def make_room(
-        self, trees: Iterable[Tree], nbytes: int, buffers: int, now: int, only_warm: bool = False
-    ) -> bool:
-        """`only_warm`: at the cost of warm-ahead alone."""
+    def make_room(self, nbytes: int = 0, buffers: int = 0, *, only_warm: bool = False) -> bool:
+        """Evict until so much more fits; False where it does not. `only_warm` takes warm-ahead
+        alone."""
         ledger = self.ledger
-        trees = list(trees)
         if len(ledger.noted) >= AT_ONCE:
-            self.take_in(trees)
+            self.take_in()
         if ledger.fits(nbytes, buffers):
             return True
         if nbytes > ledger.budget or buffers > ledger.max_buffers:
             return False
-        for number in self._leased:  # leases may have ended
-            self._put_again(number)
-        self._leased.clear()
-        self.take_in(trees)
-        while not ledger.fits(nbytes, buffers):
-            item = self._worst(now, only_warm)
-            if item is None:
-                return False
-            self._evict(item)
-            self.take_in(trees)
-        return True
+        return self._evict_until(lambda: ledger.fits(nbytes, buffers), only_warm)
+
+    def trim(self, nbytes: int) -> bool:
+        """Evict until no more than so much is held; False where all that is left is leased."""
+        return self._evict_until(lambda: self.ledger.held.total <= nbytes)
 
     def mark_idle(self, node: Node) -> None:
-        """The chat that ends at a node waits for a person."""
+        """Note that the chat that ends at a node waits for a person."""
         for each in node.path():
             each.waits = True
             # Only this has changed: what is around it need not be looked at again.
             self._look_at(each)
 
     def verify(self, trees: Iterable[Tree]) -> None:
-        """The index has everything that can go, and nothing that has gone."""
+        """Check that the index has everything that can go, and nothing that has gone."""
         noted = self.ledger.noted
         live = {node for tree in trees for node in tree.nodes()}
-        in_heaps = {place.number for heap in self._heaps.values() for place in heap}
-        in_heaps.update(self._leased)
+        found = {id(turn.filed) for heap in self._heaps.values() for turn in heap}
+        found.update(map(id, self._leased))
         for node in live - noted.keys():
             for what in self._appraiser.kinds(node):
-                number = self._numbers.get(node, {}).get(what)
-                if number not in self._entries or number not in in_heaps:
+                if id(self._filed[what].get(node)) not in found:
                     raise BrokenInvariant(f"{what} {node.start} to {node.end} can never go")
-        known = {*self._trees, *self._numbers, *self._leaves, *self._marked}
-        known.update(entry.node for entry in self._entries.values())
-        for node in known - live - noted.keys():
+        for node in {*self._marked, *itertools.chain(*self._filed.values())} - live - noted.keys():
             raise BrokenInvariant(f"node {node.start} to {node.end} has gone, and is still known")
 
     def forget(self) -> None:
-        """The trees are gone."""
-        self.ledger.noted.clear()
-        for each in (self._trees, self._heaps, self._entries, self._numbers):
-            each.clear()
-        self._leaves.clear()
-        self._marked.clear()
-        self._leased.clear()
-        self._filed = self._chats = self._count_again = 0
+        """Empty the index: the trees are gone."""
+        for filed in self._filed.values():
+            filed.clear()
+        for known in (self.ledger.noted, self._heaps, self._leased, self._marked):
+            known.clear()
+        self._pushed = self._chats = self._count_again = 0
 
-    def take_in(self, trees: list[Tree], most: int | None = None) -> None:
+    def take_in(self, most: int | None = None) -> None:
         """Take what is new into the index, what is gone out of it, and appraise again, once each,
         whatever is worth more or less for it. `most`: so many nodes, and the rest another time."""
         noted = self.ledger.noted
-        near: dict[Node | None, None] = {}
+        near: dict[Node, None] = {}
         for _ in range(min(len(noted), most or len(noted))):
             node, _ = noted.popitem()
             if node.parent is None:
                 self._drop(node)
                 continue
-            self._leaves.discard(node.parent)
-            if not node.children:
-                self._leaves.add(node)
-            self._tree(node, trees)
-            near[node] = None
             # What goes on from a checkpoint decides what it is worth.
-            near[checkpoint_above(node)] = None
+            above = checkpoint_above(node)
+            near.update(dict.fromkeys([node] if above is None else [node, above]))
             near.update(dict.fromkeys(leaves_below(node)))
             if node.checkpoint is None:
                 self._marked.discard(node)
@@ -192,149 +179,132 @@ class Evictor:
                 self._marked.add(node)
                 near.update(dict.fromkeys(checkpoints_below(node)))  # it has changed what they save
         if self.reach:
-            for each in [*near]:
-                near.update(dict.fromkeys(self._windows_before(each) if each else ()))
+            for node in [*near]:
+                near.update(dict.fromkeys(self._windows_before(node)))
         checkpoints: dict[Node, Item] = {}
-        for each in near:
-            if each is not None:
-                self._look_at(each, checkpoints)
+        for node in near:
+            self._look_at(node, checkpoints)
 
     def _windows_before(self, node: Node) -> list[Node]:
         """The nodes with the windows that what is at a node needs, or needed."""
-        found = []
-        for above in node.path():
-            if above.end <= node.end - self.reach:
-                break
-            if above is not node and above.window is not None:
-                found.append(above)
-        return found
+        near = itertools.takewhile(lambda n: n.end > node.end - self.reach, node.path())
+        return [above for above in near if above.window is not None]
 
     def _look_at(self, node: Node, checkpoints: dict[Node, Item] | None = None) -> None:
-        """`checkpoints`: as appraised since the tree last changed."""
-        tree = self._trees.get(node)
-        if tree is None:  # noted, and not taken in yet
+        """File what a node has now. `checkpoints`: as appraised since the tree last changed."""
+        if node in self.ledger.noted:  # it will be taken in
             return
         kinds = self._appraiser.kinds(node)
-        for what in [what for what in self._numbers.get(node, ()) if what not in kinds]:
-            self._unfile(node, what)
-        for what in kinds:
-            self._file(self._appraiser.item(tree, node, what, checkpoints))
-
-    def _tree(self, node: Node, trees: list[Tree]) -> Tree:
-        known = self._trees.get(node)
-        if known is None:
-            above = node
-            while above.parent is not None and known is None:
-                above = above.parent
-                known = self._trees.get(above)
-            if known is None:
-                known = next(t for t in trees if t.root is above)
-            self._trees[node] = known
-        return known
+        for what in self._filed:
+            if what in kinds:
+                self._file(self._appraiser.item(node, what, checkpoints))
+            else:
+                self._unfile(node, what)
 
     def _file(self, item: Item) -> None:
-        numbers = self._numbers.setdefault(item.node, {})
-        before = numbers.get(item.what)
-        if before is not None:
-            self._entries.pop(before, None)
-        number = numbers[item.what] = next(self._next)
-        entry = self._entry(item)
-        self._entries[number] = entry
-        self._push(number, entry)
-        self._filed += 1
-        if self._filed > 4 * len(self._entries) + 256:
-            self._tidy()
+        self._unfile(item.node, item.what)
+        filed = self._filed[item.what][item.node] = self._as_filed(item)
+        self._push(filed)
+        entries = sum(map(len, self._filed.values()))
+        if self._pushed > 4 * entries + 256:
+            for heap in self._heaps.values():
+                heap[:] = [turn for turn in heap if turn.filed.node is not None]
+                heapq.heapify(heap)
+            self._pushed = sum(map(len, self._heaps.values()))
 
-    def _tidy(self) -> None:
-        """Numbers that mean nothing any more go."""
-        for heap in self._heaps.values():
-            heap[:] = [place for place in heap if place.number in self._entries]
-            heapq.heapify(heap)
-        self._filed = sum(map(len, self._heaps.values()))
-
-    def _entry(self, item: Item) -> Entry:
+    def _as_filed(self, item: Item) -> Filed:
         worth = self.policy.worth(item)
         step = round(STEPS * math.log2(worth)) if worth > 0 else -(1 << 20)
-        bucket = Bucket(item.warm, step, self.policy.age_penalty(item), item.abandoned)
-        return Entry(item.node, item.what, bucket, worth, self.policy.last_used(item))
+        bucket = Bucket(item.is_warm, step, self.policy.age_penalty(item), item.abandoned)
+        last_used, number = self.policy.last_used(item), next(self._numbers)
+        return Filed(item.node, item.what, bucket, worth, last_used, number)
 
-    def _put_again(self, number: int) -> None:
-        entry = self._entries.get(number)
-        if entry is not None:
-            self._push(number, entry)
+    def _push(self, filed: Filed) -> None:
+        if filed.node is not None:
+            up = -filed.node.end
+            turn = Turn(filed.last_used, filed.worth, up, filed.number, filed)
+            heapq.heappush(self._heaps.setdefault(filed.bucket, []), turn)
+            self._pushed += 1
 
-    def _push(self, number: int, entry: Entry) -> None:
-        place = Place(entry.last_used, entry.worth, -entry.node.end, number)
-        heapq.heappush(self._heaps.setdefault(entry.bucket, []), place)
+    def _unfile(self, node: Node, what: What) -> None:
+        filed = self._filed[what].pop(node, None)
+        if filed is not None:
+            filed.node = None
 
-    def _worst(self, now: int, only_warm: bool) -> Item | None:
-        """What is worth least now, of what is not leased."""
-        crowd = self._crowd()
+    def _drop(self, node: Node) -> None:
+        for what in self._filed:
+            self._unfile(node, what)
+        self._marked.discard(node)
+
+    def _evict_until(self, is_enough: Callable[[], bool], only_warm: bool = False) -> bool:
+        for filed in self._leased:  # leases may have ended
+            self._push(filed)
+        self._leased.clear()
+        self.take_in()
+        while not is_enough():
+            item = self._worst(only_warm)
+            if item is None:
+                return False
+            self._evict(item)
+            self.take_in()
+        return True
+
+    def _worst(self, only_warm: bool = False) -> Item | None:
+        """The item that is worth least now, of those that are not leased."""
+        now, crowd = self.clock(), self._crowd()
         discount = self.policy.abandoned_discount(crowd)
         while True:
             least, found = (True, math.inf), None
             for bucket, heap in list(self._heaps.items()):
-                while heap and heap[0].number not in self._entries:
+                while heap and heap[0].filed.node is None:
                     heapq.heappop(heap)
                 if not heap:
                     del self._heaps[bucket]
                     continue
                 if only_warm and not bucket.warm:
                     continue
-                entry = self._entries[heap[0].number]
+                filed = heap[0].filed
                 # A clock may be set back.
-                ticks = max(now - entry.last_used, 0)
+                ticks = max(now - filed.last_used, 0)
                 age = ticks / self.unit + bucket.age_penalty * crowd
-                worth = entry.worth * discount if bucket.abandoned else entry.worth
+                worth = filed.worth * discount if bucket.abandoned else filed.worth
                 score = worth / (1 + crowd / 2 + age)
                 is_fresh = ticks < self.fresh
-                rank = (is_fresh, entry.last_used if is_fresh else score)
+                rank = (is_fresh, filed.last_used if is_fresh else score)
                 if rank < least:
                     least, found = rank, bucket
             if found is None:
                 return None
-            number = heapq.heappop(self._heaps[found]).number
-            entry = self._entries[number]
-            item = self._current(number, entry)
+            item = self._current(heapq.heappop(self._heaps[found]).filed)
             if item is not None:
                 return item
 
     def _crowd(self) -> int:
-        """How many chats there are. Counted now and then: it need not be exact."""
+        """The number of chats. It is counted now and then: it need not be exact."""
         if not self.by_request:
             return 0
         if self.evictions >= self._count_again:
-            self._chats = sum(not left_behind_leaf(leaf) for leaf in self._leaves)
-            self._count_again = self.evictions + 16 + len(self._leaves) // 8
+            leaves = self._filed["leaf"]
+            self._chats = sum(not is_left_behind_leaf(leaf) for leaf in leaves)
+            self._count_again = self.evictions + 16 + len(leaves) // 8
         return self._chats
 
-    def _current(self, number: int, entry: Entry) -> Item | None:
-        """The item of an entry, where it may go and is what it was when it was filed."""
-        node, what = entry.node, entry.what
+    def _current(self, filed: Filed) -> Item | None:
+        """The item as it is now, where it may go and is what it was when it was filed."""
+        node, what = filed.node, filed.what
+        assert node is not None
         if node.parent is None or what not in self._appraiser.kinds(node):
             self._unfile(node, what)
             return None
-        if self._appraiser.leased(node, what):
-            self._leased.append(number)
+        if self._appraiser.is_leased(node, what):
+            self._leased.append(filed)
             return None
-        item = self._appraiser.item(self._trees[node], node, what)
-        again = self._entry(item)
-        if again.bucket == entry.bucket and again.last_used == entry.last_used:
+        item = self._appraiser.item(node, what)
+        again = self._as_filed(item)
+        if (again.bucket, again.last_used) == (filed.bucket, filed.last_used):
             return item
         self._file(item)
         return None
-
-    def _unfile(self, node: Node, what: What) -> None:
-        number = self._numbers.get(node, {}).pop(what, None)
-        if number is not None:
-            self._entries.pop(number, None)
-
-    def _drop(self, node: Node) -> None:
-        for number in self._numbers.pop(node, {}).values():
-            self._entries.pop(number, None)
-        self._trees.pop(node, None)
-        self._leaves.discard(node)
-        self._marked.discard(node)
 
     def _evict(self, item: Item) -> None:
         node = item.node
@@ -342,13 +312,11 @@ class Evictor:
             self.on_evict(item)
         if item.what == "leaf":
             self.ledger.count(node, -1)
-            item.tree.remove(node)
+            tree_of(node).remove(node)
         elif item.what == "checkpoint":
             self.ledger.put_checkpoint(node, None)
-            self._unfile(node, "checkpoint")
         else:
             self.ledger.put_window(node, None)
-            self._unfile(node, "window")
             # Half a window is worth nothing: neither is the rest of it.
             below = [node]
             for each in below:

@@ -26,31 +26,27 @@ WIDTH = 4
 """Bytes of a token in a key."""
 
 NODE_BYTES = 544
-"""What a node costs in the index beside its key: the object, its dictionary, its numbers, its
+"""The bytes of a node in the index beside its key: the object, its dictionary, its numbers, its
 checkpoint."""
 
 
-class Payload(Protocol):
-    """What is stored for the tokens `start` to `stop` of a path."""
+class State(Protocol):
+    """The payload of one position. It cannot be cut."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def buffers(self) -> int: ...
+
+
+class Payload(State, Protocol):
+    """The payload of the tokens `start` to `stop` of a path."""
 
     @property
     def start(self) -> int: ...
     @property
     def stop(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def buffers(self) -> int: ...
     def split(self, at: int) -> tuple[Payload | None, Payload | None]: ...
-
-
-class State(Protocol):
-    """What is stored for one position: it cannot be cut."""
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def buffers(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -63,9 +59,9 @@ class Checkpoint:
     hits: int = 0
     pins: int = 0
     hint: float = 1.0
-    """How much likelier than others of its kind whoever asked for it says it is needed again."""
+    """The caller's hint: how much likelier than others of its kind this one is needed again."""
     warm: bool = False
-    """Taken by warm-ahead, and not asked for yet; likewise a node's."""
+    """Warm-ahead took it, and no request has asked for it yet. It means the same in a node."""
 
     def touch(self, now: int) -> None:
         """A hit used this."""
@@ -103,15 +99,26 @@ class Node:
     waits: bool = False
     """The chat that used it last waits for a person."""
     number: int = field(default_factory=itertools.count(1).__next__)
-    """Its name to those who look at the tree: no other node of this process has it."""
+    """The node's name in views: no other node of this process has it."""
     digest: int | None = None
-    """Of the path to its end, once something asked for it. Splitting leaves the end where it is."""
+    """A hash of the path to its end, once something asked for it. A split does not move the end."""
 
     def touch(self, now: int) -> None:
         """A hit used this."""
         self.hits += 1
         self.last_used = now
         self.warm = self.waits = False
+
+    @property
+    def payloads(self) -> dict[str, State]:
+        """Everything that is stored for it, by kind."""
+        held = {"rows": self.rows, "window": self.window, "checkpoint": self.checkpoint}
+        return {kind: payload for kind, payload in held.items() if payload is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its payloads."""
+        return sum(payload.nbytes for payload in self.payloads.values())
 
     @property
     def length(self) -> int:
@@ -135,9 +142,40 @@ class Node:
             yield node
             node = node.parent
 
+    def subtree(self) -> list[Node]:
+        """This node and all below it, parents before children."""
+        found = [self]
+        for node in found:
+            found += node.children.values()
+        return found
+
+    def windows(self, first: int, stop: int) -> list[Node] | None:
+        """The nodes of this path that have the window rows `first` to `stop`; None where a row is
+        missing. `stop` lies in this node, or at its end."""
+        found: list[Node] = []
+        for node in self.path():
+            if stop <= first:
+                break
+            stop = max(node.start, first)
+            if node.window is None or node.window.start > stop:
+                return None
+            found.append(node)
+        return found
+
+
+class Root(Node):
+    """The empty span that every path of a tree begins with."""
+
+    def __init__(self, tree: Tree) -> None:
+        super().__init__(parent=None, start=0, key=b"")
+        self.tree = tree
+        # Two namespaces have other hashes for the same tokens.
+        self.digest = hash(tree.namespace) & (1 << 62) - 1
+
 
 class Walk(NamedTuple):
-    """How far a prompt agrees with a tree. `node` is the deepest one reached, wholly or in part."""
+    """A prompt's way through a tree: the deepest node reached, wholly or in part, and how many
+    tokens agree."""
 
     node: Node
     shared: int
@@ -148,10 +186,19 @@ def encode(tokens: Tokens) -> bytes:
 
 
 def agreement(a: bytes, b: bytes) -> int:
-    """How many leading tokens two keys share."""
+    """The number of leading tokens that two keys share."""
     n = min(len(a), len(b)) // WIDTH
     different = np.flatnonzero(np.frombuffer(a, "<i4", n) != np.frombuffer(b, "<i4", n))
     return int(different[0]) if different.size else n
+
+
+def tree_of(node: Node) -> Tree:
+    """The tree that a node is in. It takes a walk to the root."""
+    while node.parent is not None:
+        node = node.parent
+    if not isinstance(node, Root):
+        raise LookupError(f"the node {node.start} to {node.end} is in no tree any more")
+    return node.tree
 
 
 def _note_only_child(node: Node | None) -> None:
@@ -166,13 +213,12 @@ class Tree:
 
     def __init__(self, namespace: Namespace = NOWHERE) -> None:
         self.namespace = namespace
-        self.seed = hash(namespace) & (1 << 62) - 1
-        """Tells its namespace from others where hashes of all of them lie together."""
-        self.root = Node(parent=None, start=0, key=b"")
+        self.root = Root(self)
 
     def walk(self, data: bytes, cuts: Sequence[int] = ()) -> Walk:
-        # The hot loop of every match: what can be looked up once is.
-        node, at, size, width, goes_on_with = self.root, 0, len(data), WIDTH, data.startswith
+        # The hot loop of every match: names are looked up once, before it.
+        node: Node = self.root
+        at, size, width, goes_on_with = 0, len(data), WIDTH, data.startswith
         while at < size:
             child = node.only
             if child is not None and goes_on_with(child.key, at):
@@ -201,7 +247,7 @@ class Tree:
     def split(self, node: Node, at: int) -> Node:
         """Cut a node in two at token `at`; returns the new upper half.
 
-        The lower half stays the same object: whoever holds the node holds its end.
+        The lower half stays the same object: a reference to a node is one to its end.
         """
         if node.parent is None or not node.start < at < node.end:
             raise ValueError(f"cannot split the span {node.start} to {node.end} at {at}")
@@ -236,24 +282,20 @@ class Tree:
         del leaf.parent.children[self._edge(leaf.key)]
         _note_only_child(leaf.parent)
         leaf.parent = None
-        # Whoever still knows the node must not keep what it held in memory.
+        # A reference that is left somewhere must not keep the payloads in memory.
         leaf.rows = leaf.window = leaf.checkpoint = None
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> list[Node]:
         """Every node but the root, parents before children."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+        return self.root.subtree()[1:]
 
     def clear(self) -> None:
         """Take every node apart.
 
-        Nodes and their parents refer to each other: a tree that is merely dropped keeps its arrays
-        until the garbage collector comes.
+        Nodes and their parents refer to each other: without this, a tree that is dropped keeps its
+        arrays until the next garbage collection.
         """
-        for node in [*self.nodes()]:
+        for node in self.nodes():
             node.rows = node.window = node.checkpoint = node.parent = node.only = None
             node.children.clear()
         self.root.children.clear()
@@ -269,7 +311,7 @@ class ChunkTree(Tree):
     splits = False
 
     def walk(self, data: bytes, cuts: Sequence[int] = ()) -> Walk:
-        node = self.root
+        node: Node = self.root
         for stop in cuts:
             child = self.child(node, data, node.end, stop)
             if child is None:

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Literal, Protocol
 
 from .placement import WEIGHTS
-from .tree import Checkpoint, Node, Payload, Tree
+from .tree import Node
 
 What = Literal["leaf", "checkpoint", "window"]
 
@@ -22,7 +22,8 @@ WAY_BACK = 1 / 2
 on from what is left."""
 
 FARTHEST = 64
-"""Nodes that are looked at around one: a bound on the work, not on what is right."""
+"""Nodes that are looked at around one: a bound on the work. The result may be less exact for it,
+and is never wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,86 +31,72 @@ class Item:
     """One thing that can be evicted: a leaf with all it holds, a checkpoint, or a window."""
 
     what: What
-    tree: Tree
     node: Node
     saves: int
     """Tokens that a hit would have to compute again without it."""
     weight: float
     nbytes: int
-    """What goes with it: for a leaf also the rows above that help nobody without it."""
+    """The bytes that go with it: for a leaf also the rows above that help nobody without it."""
     hits: int
     last_used: int
     abandoned: bool = False
-    """Whether its chat has left it behind, and goes on from a later checkpoint."""
+    """Its chat has left it behind, and goes on from a later checkpoint."""
 
     @property
-    def warm(self) -> bool:
-        """Whether nobody has asked for it yet."""
+    def is_warm(self) -> bool:
+        """True where warm-ahead made it, and no request has asked for it yet."""
         checkpoint = self.node.checkpoint
         if self.what == "leaf":
             return self.node.warm and (checkpoint is None or checkpoint.warm)
         return self.what == "checkpoint" and checkpoint is not None and checkpoint.warm
 
-    @property
-    def waits(self) -> bool:
-        """Whether its chat waits for a person."""
-        return self.node.waits
-
 
 class Retention(Protocol):
-    """A policy. What goes first has the least worth for its age, in these parts because an index
-    can keep them: only time passes, and chats come and go, without a change to an item."""
+    """A policy, to be subclassed. What has the least worth for its age goes first.
+
+    An index keeps items by these figures: only time passes, and chats come and go, without a change
+    to an item.
+    """
 
     def worth(self, item: Item) -> float:
-        """What it is worth the moment it is used."""
+        """Return the worth of an item at the moment it is used."""
+        return 1.0
 
     def last_used(self, item: Item) -> float:
-        """The moment from which its age is counted."""
+        """Return the moment from which its age is counted."""
+        return item.last_used
 
     def age_penalty(self, item: Item) -> float:
-        """How much older it counts than it is, in crowds: one crowd is as many requests as there
-        are chats in memory."""
+        """Return what is added to its age, in crowds: one crowd is as many requests as there are
+        chats in memory."""
+        return 0.0
 
     def abandoned_discount(self, crowd: int) -> float:
-        """What is left of the worth of a place that its chat has left behind, where a crowd is so
-        large; 0 where it is not known."""
+        """Return the factor on the worth of what its chat has left behind. `crowd` is 0 where it
+        is not known."""
+        return 1.0
 
 
-class WorkPerByte:
+class LRU(Retention):
+    """The baseline: least recently used first."""
+
+
+class WorkPerByte(Retention):
     """Work saved per byte, for how likely it is asked for again (docs/retention.md)."""
 
     newcomer = 2.0
-    """Something that nobody came back to is likelier than others to stay so."""
+    """The penalty of what nobody has come back to: it is likelier than others to stay so."""
     person = 4.0
-    """A person takes longer than a tool."""
+    """The penalty of a chat that waits for a person, who takes longer than a tool."""
 
     def worth(self, item: Item) -> float:
         return item.saves * item.weight / max(item.nbytes, 1)
 
-    def last_used(self, item: Item) -> float:
-        return item.last_used
-
     def age_penalty(self, item: Item) -> float:
-        return (0.0 if item.hits else self.newcomer) + (self.person if item.waits else 0.0)
+        return (0.0 if item.hits else self.newcomer) + (self.person if item.node.waits else 0.0)
 
     def abandoned_discount(self, crowd: int) -> float:
         return min(max(2 / crowd, LEFT_BEHIND), WAY_BACK) if crowd else LEFT_BEHIND
-
-
-class LRU:
-    """The baseline: least recently used first."""
-
-    def worth(self, item: Item) -> float:
-        return 1.0
-
-    def last_used(self, item: Item) -> float:
-        return item.last_used
-
-    def age_penalty(self, item: Item) -> float:
-        return 0.0
-
-    def abandoned_discount(self, crowd: int) -> float:
-        return 1.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +106,7 @@ class Appraiser:
     reach: int = 0
     """Tokens before a checkpoint whose window rows it needs."""
     stateful: bool = False
-    """Whether the model resumes at checkpoints only."""
+    """The model resumes at checkpoints only."""
 
     def kinds(self, node: Node) -> list[What]:
         """What of a node there is to evict, leased or not."""
@@ -132,111 +119,74 @@ class Appraiser:
             found.append("checkpoint")
         return found
 
-    def leased(self, node: Node, what: What) -> bool:
+    def is_leased(self, node: Node, what: What) -> bool:
         checkpoint = node.checkpoint
         held = checkpoint is not None and checkpoint.pins > 0
         return held if what == "checkpoint" else node.pins > 0 or (what == "leaf" and held)
 
-    def item(
-        self, tree: Tree, node: Node, what: What, checkpoints: dict[Node, Item] | None = None
-    ) -> Item:
-        """`checkpoints` keeps those that were appraised, for as long as the tree does not change:
-        many windows belong to the same ones."""
-        checkpoints = {} if checkpoints is None else checkpoints
+    def item(self, node: Node, what: What, checkpoints: dict[Node, Item] | None = None) -> Item:
+        """Appraise one of its `kinds`. `checkpoints` keeps those that were appraised, for as long
+        as the tree does not change: many windows belong to the same ones."""
+        known = {} if checkpoints is None else checkpoints
         if what == "leaf":
-            return self._leaf(tree, node)
-        if what == "checkpoint" and node.checkpoint is not None:
-            return self._checkpoint(tree, node, node.checkpoint, checkpoints)
-        if what == "window" and node.window is not None:
-            return self._window(tree, node, node.window, checkpoints)
-        raise LookupError(f"node {node.start} to {node.end} has no {what}")
+            return self._leaf(node)
+        return self._checkpoint(node, known) if what == "checkpoint" else self._window(node, known)
 
-    def _leaf(self, tree: Tree, node: Node) -> Item:
+    def _leaf(self, node: Node) -> Item:
         checkpoint = node.checkpoint
-        nbytes = sum(p.nbytes for p in (node.rows, node.window, checkpoint) if p is not None)
-        nbytes += node.index_bytes
-        saves, weight = node.length, 1.0
+        nbytes = node.nbytes + node.index_bytes
+        saves, weight, last_used = node.length, 1.0, node.last_used
         if checkpoint is not None:
-            # Whoever goes on from here does so whatever the place was called.
+            # A chat goes on from here whatever the place was called.
             weight = max(WEIGHTS[checkpoint.kind], 1.0) * checkpoint.hint
+            last_used = max(last_used, checkpoint.last_used)
         if self.stateful:
             # Rows behind the last checkpoint help nobody; those before this one only with it.
             saves = 0
             if checkpoint is not None:
                 saves = node.end - resume_before(node)
-                for above in _alone_above(node):
-                    nbytes += above.rows.nbytes if above.rows is not None else 0
-        return Item(
-            "leaf",
-            tree,
-            node,
-            saves=saves,
-            weight=weight,
-            nbytes=nbytes,
-            hits=_came_back(node),
-            last_used=max(node.last_used, checkpoint.last_used if checkpoint is not None else 0),
-        )
+                nbytes += sum(n.rows.nbytes for n in _alone_above(node) if n.rows is not None)
+        return Item("leaf", node, saves, weight, nbytes, _came_back(node), last_used)
 
-    def _checkpoint(
-        self, tree: Tree, node: Node, checkpoint: Checkpoint, known: dict[Node, Item]
-    ) -> Item:
+    def _checkpoint(self, node: Node, known: dict[Node, Item]) -> Item:
         """A checkpoint is worth its windows too, and nothing where one of them is gone."""
-        if node in known:
-            return known[node]
-        windows = self._windows_of(node)
-        item = known[node] = Item(
-            "checkpoint",
-            tree,
-            node,
-            saves=node.end - resume_before(node) if windows is not None else 0,
-            weight=WEIGHTS[checkpoint.kind] * checkpoint.hint,
-            nbytes=checkpoint.nbytes + sum(n.window.nbytes for n in windows or () if n.window),
-            hits=checkpoint.hits,
-            last_used=checkpoint.last_used,
-            abandoned=_left_behind(node),
-        )
-        return item
+        checkpoint = node.checkpoint
+        assert checkpoint is not None
+        if node not in known:
+            windows = node.windows(max(node.end - self.reach, 0), node.end)
+            held = [n.window.nbytes for n in windows or () if n.window is not None]
+            known[node] = Item(
+                "checkpoint",
+                node,
+                saves=node.end - resume_before(node) if windows is not None else 0,
+                weight=WEIGHTS[checkpoint.kind] * checkpoint.hint,
+                nbytes=checkpoint.nbytes + sum(held),
+                hits=checkpoint.hits,
+                last_used=checkpoint.last_used,
+                abandoned=_is_left_behind(node),
+            )
+        return known[node]
 
-    def _window(self, tree: Tree, node: Node, window: Payload, known: dict[Node, Item]) -> Item:
+    def _window(self, node: Node, known: dict[Node, Item]) -> Item:
         """A window is worth the best checkpoint that needs it; outside all of them, little."""
         best: Item | None = None
         todo, looked = [node], 0
         while todo and looked < FARTHEST:
             each = todo.pop()
             looked += 1
-            if each.checkpoint is not None and each.end - self.reach < node.end:
-                item = self._checkpoint(tree, each, each.checkpoint, known)
-                best = item if best is None else max(best, item, key=_needed)
             if each.end - self.reach < node.end:
+                if each.checkpoint is not None:
+                    item = self._checkpoint(each, known)
+                    best = item if best is None else max(best, item, key=_saved_by)
                 todo.extend(each.children.values())
         if best is not None:
             return replace(best, what="window", node=node)
-        return Item(
-            "window",
-            tree,
-            node,
-            saves=min(self.reach, node.end),
-            weight=UNMARKED_WINDOW,
-            nbytes=window.nbytes,
-            hits=node.hits,
-            last_used=node.last_used,
-        )
-
-    def _windows_of(self, node: Node) -> list[Node] | None:
-        """The nodes whose windows the end of a node needs; None where one is missing."""
-        found: list[Node] = []
-        if self.reach:
-            first = max(node.end - self.reach, 0)
-            for above in node.path():
-                if above.end <= first:
-                    break
-                if above.window is None or above.window.start > max(above.start, first):
-                    return None
-                found.append(above)
-        return found
+        nbytes = node.window.nbytes if node.window is not None else 0
+        saves = min(self.reach, node.end)
+        return Item("window", node, saves, UNMARKED_WINDOW, nbytes, node.hits, node.last_used)
 
 
-def _needed(item: Item) -> float:
+def _saved_by(item: Item) -> float:
     return item.weight * item.saves * (LEFT_BEHIND if item.abandoned else 1)
 
 
@@ -261,7 +211,7 @@ def checkpoints_below(node: Node) -> list[Node]:
 
 
 def resume_before(node: Node) -> int:
-    """The last checkpoint above a node."""
+    """The position of the last checkpoint above a node."""
     above = checkpoint_above(node)
     return above.end if above is not None else 0
 
@@ -269,12 +219,10 @@ def resume_before(node: Node) -> int:
 def _alone_above(node: Node) -> list[Node]:
     """The nodes above that lead nowhere else and have no checkpoint."""
     found: list[Node] = []
-    above = node.parent
-    while above is not None and above.parent is not None and len(found) < FARTHEST:
+    for above in islice(node.path(), 1, FARTHEST + 1):
         if above.checkpoint is not None or above.only is None:
             break
         found.append(above)
-        above = above.parent
     return found
 
 
@@ -294,8 +242,8 @@ def leaves_below(node: Node) -> list[Node]:
     return found
 
 
-def left_behind_leaf(leaf: Node) -> bool:
-    """Whether it is the end of a turn, or an answer, that its own chat went on without."""
+def is_left_behind_leaf(leaf: Node) -> bool:
+    """True for the end of a turn, or an answer, that its own chat went on without."""
     above = leaf.parent
     return (
         above is not None
@@ -307,7 +255,7 @@ def left_behind_leaf(leaf: Node) -> bool:
 
 def _prompts_below(node: Node) -> list[Node]:
     """The ways on that prompts took, two of them at most: a system prompt may have thousands. An
-    answer is none: a template may render it anew."""
+    answer is not one of them: a template may render it anew."""
     return list(islice((c for c in node.children.values() if c.origin == "prefill"), 2))
 
 
@@ -316,20 +264,16 @@ def _came_back(node: Node) -> int:
 
     A chat that goes on adds to its own path. Where several went on from the same place it is a
     system prompt, or a fork, and says nothing of each."""
-    for _ in range(FARTHEST):
-        if node.hits or (node.checkpoint is not None and node.checkpoint.hits):
-            return max(node.hits, 1)
-        above = node.parent
-        if above is None or above.parent is None:
+    for each in islice(node.path(), FARTHEST):
+        if each is not node and each.only is None and len(_prompts_below(each)) > 1:
             return 0
-        if above.only is None and len(_prompts_below(above)) > 1:
-            return 0
-        node = above
+        if each.hits or (each.checkpoint is not None and each.checkpoint.hits):
+            return max(each.hits, 1)
     return 0
 
 
-def _left_behind(node: Node) -> bool:
-    """Whether a chat went on from here to a later checkpoint, and nobody else did."""
+def _is_left_behind(node: Node) -> bool:
+    """True where a chat went on from here to a later checkpoint, and nobody else did."""
     for _ in range(FARTHEST):
         prompts = _prompts_below(node)
         if len(prompts) != 1:

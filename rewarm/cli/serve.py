@@ -49,7 +49,7 @@ def serve(
         key = ' -H "Authorization: Bearer $REWARM_API_KEY"' if server.api_key else ""
         console.print(
             f"[bold]{model}[/] is served, with a context of {running.context:,} tokens and "
-            f"{running.cache.memory.budget / 1e9:.1f} GB of cache ({cache.reuse}). Ctrl-C stops."
+            f"{running.cache.stats().budget / 1e9:.1f} GB of cache ({cache.reuse}). Ctrl-C stops."
             f"\n\n  a page to look at   {url}/\n"
             f"  a line to paste     curl {url}/v1/chat/completions{key} "
             "-H 'Content-Type: application/json' "

@@ -23,16 +23,11 @@ from rewarm.bench.profiles import Profile, profile
 from rewarm.bench.report import write
 from rewarm.bench.result import Plot, Result
 from rewarm.bench.simulate import POLICIES, replay
-from rewarm.bench.sized import sized_cache
 from rewarm.bench.svg import draw
 from rewarm.bench.traces import Trace, TraceRequest, read
-from rewarm.cache import LRU, WorkPerByte
-from rewarm.cache.retention import Evictor
 from rewarm.cli.app import app
 from rewarm.errors import InvalidOption
-from rewarm.values import Boundary
 from tests import corpus
-from tests.runs import prompt
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -203,149 +198,6 @@ def test_a_third_of_what_lru_misses_is_hit_on_coding_agents(memory: int, tmp_pat
             rates[policy] += outcome.hit_rate / len(groups)
     assert rates["clairvoyant"] > rates["lru"] + 0.02
     assert rates["rewarm"] - rates["lru"] > (rates["clairvoyant"] - rates["lru"]) / 3
-
-
-def test_a_chat_whose_end_had_to_go_goes_on_from_where_it_was_before() -> None:
-    """Two chats take turns where one and a half fit. Half of a chat is better than its beginning,
-    which is all that is left where no checkpoint on the way was kept."""
-    large = Profile("large", 1000, 0, 0, 2_000_000, 2e9, 1e5, 0)
-    chats = [prompt(60_000, seed) for seed in (1, 2)]
-    cache = sized_cache(large, 115 * 10**6, WorkPerByte())
-    for length in range(52_000, 60_000, 2000):
-        for chat in chats:
-            fill(cache, chat[:length])
-    assert cache.stats().evictions
-    assert cache.match(chats[1]).resume > 50_000
-    assert cache.match(chats[0]).resume > 20_000
-
-
-def fill(cache: Any, *prompts: Any) -> None:
-    for tokens in prompts:
-        with cache.acquire(tokens, boundaries=[Boundary(len(tokens) - 20, "user")]) as lease:
-            for cut in lease.cuts:
-                cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
-    cache.verify()
-
-
-@pytest.mark.parametrize("profile", [ATTENTION, HYBRID, WINDOW], ids=lambda p: p.name)
-def test_a_chat_that_waits_for_a_person_goes_before_one_that_waits_for_a_tool(
-    profile: Profile,
-) -> None:
-    cache = sized_cache(profile, 10**9, WorkPerByte(), chunk=512)
-    person, tool = prompt(1000, 1), prompt(1000, 2)
-    fill(cache, tool, person)  # the person's is the more recent one
-    cache.mark_idle(person)
-    cache.resize(cache.memory.held.total * 2 // 3)
-    cache.verify()
-    assert cache.match(tool).resume > cache.match(person).resume
-
-
-@pytest.mark.parametrize("profile", [ATTENTION, HYBRID], ids=lambda p: p.name)
-def test_a_chat_that_came_back_outlives_newcomers(profile: Profile) -> None:
-    cache = sized_cache(profile, 10**9, WorkPerByte(), chunk=512)
-    known, new = prompt(1000, 1), prompt(1000, 2)
-    fill(cache, known, known, new)
-    cache.resize(cache.memory.held.total * 2 // 3)
-    assert cache.match(known).resume > cache.match(new).resume
-
-
-@pytest.mark.parametrize("profile", [ATTENTION, HYBRID], ids=lambda p: p.name)
-def test_what_one_request_used_goes_from_its_end_on(profile: Profile) -> None:
-    """A path without its beginning is worth nothing, and one without its end nearly all."""
-    cache = sized_cache(profile, 10**9, LRU(), chunk=512)
-    marks = [Boundary(at, "user") for at in range(400, 4000, 400)]
-    for tokens in (prompt(4000, 1), prompt(4000, 1)):
-        with cache.acquire(tokens, boundaries=marks) as lease:
-            for cut in lease.cuts:
-                cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
-    points = [*range(400, 4000, 400)]
-    while cache.memory.held.total > 1.2 * 10**6:
-        cache.resize(int(cache.memory.held.total * 0.9))
-        found = [cache.match(prompt(4000, 1)[: at + 1]).resume for at in points]
-        assert found == [min(at, found[-1]) for at in points]
-
-
-def check_that_nothing_hides(evictor: Evictor) -> None:
-    """What is filed too low is found and filed again; too high, and it would not be found."""
-    for entry in evictor._entries.values():
-        if entry.node.parent is not None and entry.what in evictor._appraiser.kinds(entry.node):
-            tree = evictor._trees[entry.node]
-            now = evictor._entry(evictor._appraiser.item(tree, entry.node, entry.what))
-            discount = evictor.policy.abandoned_discount(0)
-            before, after = (
-                e.worth * discount if e.bucket.abandoned else e.worth for e in (entry, now)
-            )
-            assert before <= after * 2**0.5 + 1e-12, entry
-            assert entry.last_used <= now.last_used
-
-
-def test_a_leaf_that_is_left_alone_is_worth_less_for_the_rows_that_go_with_it() -> None:
-    cache = sized_cache(HYBRID, 10**9, WorkPerByte(), chunk=512)
-    system = prompt(2000, 1)
-    fill(cache, *(np.concatenate([system, prompt(200, i)]) for i in (2, 3)))
-    evictor, [tree] = cache._evictor, cache._trees.values()
-    for node in list(tree.nodes()):
-        if node.children:
-            cache.memory.put_checkpoint(node, None)
-    evictor.take_in([tree])
-    leaf: Any = next(node for node in tree.nodes() if not node.children)
-    while not leaf.children:
-        above = leaf.parent
-        evictor._evict(evictor._appraiser.item(tree, leaf, "leaf"))
-        evictor.take_in([tree])
-        leaf = above
-    check_that_nothing_hides(evictor)
-
-
-@pytest.mark.parametrize("policy", [WorkPerByte(), LRU()], ids=["work per byte", "lru"])
-@pytest.mark.parametrize("profile", [ATTENTION, HYBRID, WINDOW], ids=lambda p: p.name)
-def test_the_index_finds_what_a_look_at_everything_finds(profile: Profile, policy: Any) -> None:
-    """Whatever came, went and was used since: the index's choice is within its step of the best."""
-    draw = np.random.default_rng(3)
-    cache = sized_cache(profile, 10**9, policy, chunk=256)
-    roots = [prompt(900, i) for i in range(16)]
-    chosen = 0
-    for i in range(240):
-        root = roots[draw.integers(len(roots))]
-        tokens = np.concatenate([root[: draw.integers(200, 900)], prompt(200, 100 + i)])
-        fill(cache, tokens)
-        if i % 7 == 3:
-            cache.mark_idle(tokens)
-        evictor = cache._evictor
-        evictor.take_in(list(cache._trees.values()))
-        crowd = evictor._crowd()
-
-        def score(item: Any, crowd: int = crowd) -> float:
-            age = max(cache._clock - policy.last_used(item), 0) + policy.age_penalty(item) * crowd
-            discount = policy.abandoned_discount(crowd) if item.abandoned else 1.0
-            return float(policy.worth(item) * discount / (1 + crowd / 2 + age))
-
-        every = [
-            score(evictor._appraiser.item(tree, node, what))
-            for tree in cache._trees.values()
-            for node in tree.nodes()
-            for what in evictor._appraiser.kinds(node)
-        ]
-        check_that_nothing_hides(evictor)
-        before = evictor._worst(cache._clock, only_warm=False)
-        assert before is not None
-        assert score(before) <= min(every) * 2**0.5 + 1e-12
-        evictor._file(before)
-        chosen += 1
-        cache.resize(max(int(cache.memory.held.total * 0.97), 10**6))
-        cache.verify()
-        cache.memory.budget = 10**9
-    assert chosen == 240
-
-
-def test_what_was_cleared_is_not_kept_alive_by_the_index() -> None:
-    cache = sized_cache(HYBRID, 10**6, chunk=256)
-    fill(cache, *(prompt(600, i) for i in range(5)))
-    assert cache.stats().evictions
-    cache.clear()
-    assert not cache._evictor._entries
-    assert not cache.memory.noted
-    fill(cache, prompt(600, 9))
 
 
 def test_a_result_is_read_back_as_it_was_and_drawn(tmp_path: Path) -> None:

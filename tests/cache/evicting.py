@@ -8,20 +8,15 @@ from rewarm.cache.worth import What
 
 def evict_all(cache: PrefixCache) -> None:
     """Evict to the last item, as a full budget does."""
-    budget, cache.memory.budget = cache.memory.budget, 0
-    with cache._lock:
-        cache._evictor.make_room(cache._trees.values(), 0, 0, cache._clock)
-    cache.memory.budget = budget
+    cache.trim(0)
     assert not cache.stats().entries
 
 
 def evict(cache: PrefixCache, what: What, at: int) -> None:
     """Evict one item that retention did not choose."""
-    with cache._lock:
-        appraiser = cache._evictor._appraiser
-        for tree in cache._trees.values():
-            for node in tree.nodes():
-                if node.end == at and what in appraiser.kinds(node):
-                    cache._evictor._evict(appraiser.item(tree, node, what))
-                    return
+    evictor = cache.memory.evictor
+    for node in cache.nodes():
+        if node.end == at and what in evictor._appraiser.kinds(node):
+            evictor._evict(evictor._appraiser.item(node, what))
+            return
     raise AssertionError(f"no {what} at {at}")

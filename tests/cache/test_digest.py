@@ -57,7 +57,7 @@ def test_a_use_changes_nothing() -> None:
 
 
 def last(cache: PrefixCache) -> Node:
-    (tree,) = cache._trees.values()
+    (tree,) = cache.memory.trees.values()
     return max((n for n in tree.nodes() if n.checkpoint), key=lambda n: (n.end, n.key))
 
 
@@ -82,13 +82,13 @@ def another_token(cache: PrefixCache) -> None:
 
 
 def another_cut(cache: PrefixCache) -> None:
-    (tree,) = cache._trees.values()
+    (tree,) = cache.memory.trees.values()
     node = last(cache)
     tree.split(node, node.end - 1)
 
 
 def one_node_less(cache: PrefixCache) -> None:
-    (tree,) = cache._trees.values()
+    (tree,) = cache.memory.trees.values()
     tree.remove(next(n for n in tree.nodes() if not n.children))
 
 

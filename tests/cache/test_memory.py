@@ -65,7 +65,7 @@ def test_the_tree_is_never_above_its_budget(name: str, budget: int, retention: o
                 mx.eval([c.state for c in lease.caches])
                 cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
                 cache.verify()
-                assert cache.memory.held.total <= budget
+                assert cache.memory.ledger.held.total <= budget
     assert cache.stats().held > 0
     if cache.layout.has_rows:
         assert cache.stats().evictions
@@ -82,7 +82,7 @@ def test_a_prompt_larger_than_the_budget_leaves_a_hybrid_something_to_resume(
     boundaries = [Boundary(200, "system")]
     run(model, cache, tokens, boundaries=boundaries)
     cache.verify()
-    fits = 1_000_000 * cache.stats().tokens // cache.memory.held.total
+    fits = 1_000_000 * cache.stats().tokens // cache.memory.ledger.held.total
     again = cache.match(tokens, boundaries=boundaries)
     assert again.resume >= min(0.6 * fits, 2999)
     assert cache.match(joined(tokens[:210], prompt(50, 1)), boundaries=boundaries).resume >= 192
@@ -101,8 +101,8 @@ def test_work_per_byte_keeps_windows_with_the_checkpoints_they_serve(
         prompts = [prompt(300, i) for i in range(8)]
         for tokens in prompts:
             run(model, cache, tokens, boundaries=[Boundary(100, "system"), Boundary(280, "user")])
-        cache.memory.budget = int(cache.memory.held.total * share)
-        cache._evictor.make_room(cache._trees.values(), 0, 0, cache._clock)
+        cache.memory.ledger.budget = int(cache.memory.ledger.held.total * share)
+        cache.memory.evictor.make_room()
         cache.verify()
         kept.append(sum(cache.match(tokens).resume for tokens in prompts))
     assert kept[0] >= 0.95 * kept[1]
@@ -116,7 +116,7 @@ def test_a_prompt_larger_than_the_budget_runs_and_the_prefix_that_fits_is_kept()
     assert divergence(expected.logits, got.logits) <= 1e-5
     cache.verify()
     again = run(model, cache, tokens)
-    row = cache.memory.held.rows / cache.stats().tokens
+    row = cache.memory.ledger.held.kinds["rows"] / cache.stats().tokens
     # All but what a chunk's node and the slack for the next one cost.
     assert again.match.resume * row >= 0.95 * 1_000_000
     assert divergence(expected.logits, again.logits) <= 1e-5
@@ -167,8 +167,8 @@ def test_rows_behind_the_last_checkpoint_go_before_those_that_can_be_resumed() -
         for cut in lease.cuts[:2]:
             model(mx.array(lease.tokens[lease.position : cut.stop])[None], cache=lease.caches)
             cache.commit(lease, cut.stop)
-    cache.memory.budget = cache.memory.held.total - 1
-    cache._evictor.make_room(cache._trees.values(), 0, 0, cache._clock)
+    cache.memory.ledger.budget = cache.memory.ledger.held.total - 1
+    cache.memory.evictor.make_room()
     assert cache.match(useful).resume == 95
     assert cache.match(prompt(96, 1)).shared < 64
 
@@ -177,7 +177,7 @@ def test_only_what_a_hit_used_is_refreshed() -> None:
     model = zoo.tiny("llama")
     cache = PrefixCache(model, memory="64MB", chunk=CHUNK)
     run(model, cache, prompt(96))
-    nodes = sorted((n for t in cache._trees.values() for n in t.nodes()), key=lambda n: n.start)
+    nodes = sorted((n for n in cache.nodes()), key=lambda n: n.start)
     run(model, cache, joined(prompt(96)[:40], prompt(5, 1)))
     assert nodes[0].hits == 1
     assert nodes[-1].hits == 0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rewarm.cache import PrefixCache, core
+from rewarm.cache import PrefixCache, memory
 from rewarm.cache.evicted import GRAIN, EvictedIndex
 from rewarm.cache.find import GLIMPSE
 from rewarm.values import Miss
@@ -216,16 +216,16 @@ def test_a_miss_is_told_by_the_lease_as_it_was_before_the_request_ran() -> None:
 def test_the_memory_of_evictions_is_bounded_and_forgets_the_oldest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(core, "EvictedIndex", lambda: EvictedIndex(capacity=16))
+    monkeypatch.setattr(memory, "EvictedIndex", lambda: EvictedIndex(capacity=16))
     cache = cache_of("llama")
-    size = cache._evicted_index.nbytes
+    size = cache.memory.evicted.nbytes
     tokens = prompt(200)
     run(cache.model, cache, tokens)
     evict_all(cache)
     assert missed(cache, tokens).reason == "evicted"
     run(cache.model, cache, prompt(64 * 20, 5))
     evict_all(cache)
-    assert cache._evicted_index.nbytes == size
+    assert cache.memory.evicted.nbytes == size
     assert missed(cache, tokens).reason == "cold"
 
 

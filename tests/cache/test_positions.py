@@ -21,7 +21,7 @@ from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE, SuScaledRoPE, initia
 from rewarm import PrefixCache, Session
 from rewarm.cache import core, positions
 from rewarm.cache.identity import Description
-from rewarm.cache.positions import FAR, Limit, limit_of
+from rewarm.cache.positions import FAR, position_limit
 from tests import zoo
 from tests.runs import CHUNK, Counted, Prompt, Ran, cold, divergence, joined, prompt, run
 from tests.tiny import tiny_tokenizer
@@ -87,19 +87,19 @@ class Picky(nn.Module):
 @pytest.mark.parametrize("factor", [1.0, 2.0, 6.0])
 def test_dynamic_ntk_is_found_at_the_trained_length(trained: int, factor: float) -> None:
     module = DynamicNTKScalingRoPE(64, trained, False, 1e4, factor)
-    assert limit_of(Holder(module)) == Limit(trained, "DynamicNTKScalingRoPE")
+    assert position_limit(Holder(module)) == trained
     # mlx-lm's older one adds the number of heads to where a chunk begins, not its length.
     older = internlm3.DynamicNTKScalingRoPE(64, trained, False, 1e4, factor)
-    assert limit_of(Holder(older)).position == trained - HEADS + 1
+    assert position_limit(Holder(older)) == trained - HEADS + 1
 
 
 def test_a_switch_of_frequencies_is_found_where_it_happens() -> None:
-    assert limit_of(Holder(Switching(2500))) == Limit(2500, "Switching")
+    assert position_limit(Holder(Switching(2500))) == 2500
 
 
 def test_the_lowest_limit_of_all_layers_counts() -> None:
     modules = [DynamicNTKScalingRoPE(64, n, False, 1e4, 2.0) for n in (900, 300, 600)]
-    assert limit_of(Holder(nn.RoPE(64), *modules)).position == 300
+    assert position_limit(Holder(nn.RoPE(64), *modules)) == 300
 
 
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -121,11 +121,11 @@ SCALINGS: dict[str, dict[str, Any]] = {
 def test_other_scalings_have_no_limit(scaling: str) -> None:
     rope = initialize_rope(64, 1e4, False, SCALINGS[scaling], max_position_embeddings=1024)
     # A length that the model's arguments hold is looked at, too.
-    assert limit_of(Holder(rope, max_position_embeddings=1024)) == Limit()
+    assert position_limit(Holder(rope, max_position_embeddings=1024)) == FAR
 
 
 def test_alpha_scaling_has_no_limit() -> None:
-    assert limit_of(Holder(DynamicNTKAlphaRoPE(64, scaling_alpha=1000.0))) == Limit()
+    assert position_limit(Holder(DynamicNTKAlphaRoPE(64, scaling_alpha=1000.0))) == FAR
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
@@ -150,7 +150,7 @@ def test_position_modules_are_found_in_real_models(name: str) -> None:
 def test_a_module_that_remembers_is_left_as_it_was() -> None:
     model = Holder(module := Remembering())
     before = Description.of(model).text
-    assert limit_of(model) == Limit()
+    assert position_limit(model) == FAR
     assert module.longest == 0
     assert Description.of(model).text == before
 
@@ -203,7 +203,7 @@ def test_fast_reuses_what_lies_below_the_limit_and_nothing_beyond(name: str) -> 
     cache = PrefixCache(model, memory="64MB", chunk=CHUNK)
     assert cache.limit == LIMIT
     resumed = check(model, cache, same_answer)
-    assert all(node.end <= LIMIT for tree in cache._trees.values() for node in tree.nodes())
+    assert all(node.end <= LIMIT for node in cache.nodes())
     # An answer that crosses the limit is not stored. With recurrent state, resumes are at
     # checkpoints: where prompts end, and where they left the tree.
     state = cache.layout.has_state
@@ -247,7 +247,7 @@ def test_exact_reuses_whole_chunks_beyond_the_limit_too(name: str) -> None:
 
 def test_without_a_limit_the_answers_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the comparison of `fast` sees rows that were scaled otherwise."""
-    monkeypatch.setattr(core, "limit_of", lambda model: Limit())
+    monkeypatch.setattr(core, "position_limit", lambda model: FAR)
     model = rescaled("internlm2")
     cache = PrefixCache(model, memory="64MB", chunk=CHUNK)
     apart = []

@@ -105,7 +105,7 @@ def test_a_hundred_prompts_hold_their_common_prefix_once() -> None:
 
 
 def rows_per_token(cache: PrefixCache) -> int:
-    node = next(n for t in cache._trees.values() for n in t.nodes())
+    node = cache.nodes()[0]
     assert isinstance(node.rows, Rows)
     return node.rows.nbytes // node.length
 
@@ -147,7 +147,7 @@ def test_decoded_spans_are_reused_in_fast_and_not_stored_in_exact() -> None:
         answer = run(cache.model, cache, tokens, decode=6).tokens[:6]
         more = joined(tokens, np.array(answer, dtype=np.int32), prompt(20, 3))
         assert cache.match(more).resume == resume
-        origins = {n.origin for t in cache._trees.values() for n in t.nodes()}
+        origins = {n.origin for n in cache.nodes()}
         assert origins == ({"prefill", "decode"} if reuse == "fast" else {"prefill"})
 
 
@@ -198,9 +198,9 @@ def test_windows_that_were_evicted_are_filled_again() -> None:
     cache = cache_of("gpt_oss")
     tokens = prompt(160)
     run(cache.model, cache, tokens)
-    for tree in cache._trees.values():
+    for tree in cache.memory.trees.values():
         for node in tree.nodes():
-            cache.memory.put_window(node, None)
+            cache.memory.ledger.put_window(node, None)
     assert cache.match(tokens).resume == 0
     run(cache.model, cache, tokens)
     assert cache.match(tokens).resume == 159
@@ -228,9 +228,7 @@ def test_checkpoints_are_taken_at_boundaries_and_marks() -> None:
         boundaries=[Boundary(40, "system"), Boundary(120, "turn"), Boundary(180, "user")],
         marks=[77],
     )
-    taken = {
-        n.end: n.checkpoint.kind for t in cache._trees.values() for n in t.nodes() if n.checkpoint
-    }
+    taken = {n.end: n.checkpoint.kind for n in cache.nodes() if n.checkpoint}
     assert taken == {40: "system", 77: "mark", 120: "turn", 180: "user", 199: "end"}
 
 
@@ -288,7 +286,7 @@ def test_a_lease_that_is_dropped_in_any_way_unpins(how: str) -> None:
         thread.start()
         thread.join()
     assert cache.stats().leases == 0
-    assert all(n.pins == 0 for t in cache._trees.values() for n in t.nodes())
+    assert all(n.pins == 0 for n in cache.nodes())
     cache.verify()
 
 
@@ -299,14 +297,14 @@ def test_what_is_leased_is_never_evicted(name: str) -> None:
     run(cache.model, cache, tokens)
     other = run(cache.model, cache, prompt(300, 1))
     lease = cache.acquire(tokens)
-    cache.memory.budget = 1
-    cache._evictor.make_room(cache._trees.values(), 0, 0, cache._clock)
+    cache.memory.ledger.budget = 1
+    cache.memory.evictor.make_room()
     cache.verify()
     assert cache.match(tokens).resume == 299
     assert cache.match(prompt(300, 1)).resume == 0
     assert other.match.resume == 0
     lease.release()
-    cache._evictor.make_room(cache._trees.values(), 0, 0, cache._clock)
+    cache.memory.evictor.make_room()
     assert cache.stats().held == 0
 
 
@@ -361,7 +359,7 @@ def test_salts_that_stored_nothing_do_not_pile_up() -> None:
     kept = cache.acquire(prompt(10), salt="kept")
     for i in range(500):
         cache.acquire(prompt(10), salt=str(i)).release()
-    assert len(cache._trees) < 100
+    assert len(cache.memory.trees) < 100
     advance(cache.model, cache, kept)
     kept.release()
     assert cache.match(prompt(10), salt="kept").resume == 9
@@ -379,7 +377,7 @@ def test_a_split_under_two_leases_keeps_both_pinned() -> None:
     cache.verify()
     inner.release()
     cache.verify()
-    assert all(n.pins == 0 for t in cache._trees.values() for n in t.nodes())
+    assert all(n.pins == 0 for n in cache.nodes())
 
 
 # -- failing closed --
@@ -392,13 +390,13 @@ def test_a_payload_that_is_missing_or_of_another_form_costs_a_miss(
     tokens = prompt(100)
     expected = run(cache.model, cache, tokens)
     for how in ("missing", "too short"):
-        nodes = [n for t in cache._trees.values() for n in t.nodes()]
+        nodes = cache.nodes()
         rows = nodes[1].rows
         assert isinstance(rows, Rows)
         cut = rows.segments[0].cut(rows.start, rows.stop - 3)
-        cache.memory.count(nodes[1], -1)
+        cache.memory.ledger.count(nodes[1], -1)
         nodes[1].rows = None if how == "missing" else Rows(rows.packing, (cut,))
-        cache.memory.count(nodes[1])
+        cache.memory.ledger.count(nodes[1])
         with caplog.at_level(logging.CRITICAL, logger="rewarm"):
             got = run(cache.model, cache, tokens)
         # The hit is as long as what can still be restored, and the tree heals.
@@ -445,12 +443,12 @@ def test_clearing_while_a_request_runs_lets_it_finish() -> None:
 def test_verify_sees_a_broken_account_and_a_broken_span() -> None:
     cache = cache_of()
     run(cache.model, cache, prompt(100))
-    cache.memory.held.rows += 1
+    cache.memory.ledger.held.kinds["rows"] += 1
     with pytest.raises(BrokenInvariant, match="account"):
         cache.verify()
-    cache.memory.held.rows -= 1
+    cache.memory.ledger.held.kinds["rows"] -= 1
     cache.verify()
-    node = next(n for t in cache._trees.values() for n in t.nodes())
+    node = cache.nodes()[0]
     node.start += 1
     with pytest.raises(BrokenInvariant):
         cache.verify()

@@ -161,8 +161,8 @@ class Programs(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1))
     def evict(self, share: float) -> None:
-        self.cache.memory.budget = int(self.cache.memory.held.total * share)
-        self.cache._evictor.make_room(self.cache._trees.values(), 0, 0, self.cache._clock)
+        self.cache.memory.ledger.budget = int(self.cache.memory.ledger.held.total * share)
+        self.cache.memory.evictor.make_room()
 
     @rule()
     def make_the_budget_large(self) -> None:

@@ -263,9 +263,9 @@ def test_what_memory_has_is_pinned_while_the_rest_is_fetched() -> None:
     with behind_a_gate() as (model, cache, gate, asked):
         run(model, cache, asked[:80])
         fetch = cache.fetch(asked)
-        cache.memory.budget = 0
+        cache.memory.ledger.budget = 0
         with cache._lock:
-            cache._evictor.make_room(cache._trees.values(), 0, 0, cache._clock)
+            cache.memory.evictor.make_room()
         assert cache.match(asked, tiers=False).shared == 79
         cache.resize("64MB")
         gate.opened.set()

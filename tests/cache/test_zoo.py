@@ -99,11 +99,11 @@ def check(model: Any, cache: PrefixCache, compare: Compare, *, decode: int) -> d
         compare(name, got, expected[name])
         resumed[name] = got.match.resume
         cache.verify()
-    cache.memory.budget = max(cache.memory.held.total // 3, 1)
-    cache._evictor.make_room(cache._trees.values(), 0, 0, cache._clock)
+    cache.memory.ledger.budget = max(cache.memory.ledger.held.total // 3, 1)
+    cache.memory.evictor.make_room()
     cache.verify()
     assert cache.stats().evictions
-    cache.memory.budget = 64_000_000
+    cache.memory.ledger.budget = 64_000_000
     for name, tokens in prompts.items():
         got = run(model, cache, tokens, decode=decode)
         compare(f"{name}, evicted", got, expected[name])

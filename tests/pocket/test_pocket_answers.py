@@ -295,28 +295,26 @@ def asked_again(pocket: Any, server: Running, damage: Callable[[Any], None]) -> 
 
 def swap_one_layer(cache: Any, layer: int) -> None:
     """A recurrent layer's state of each checkpoint in the place of another's."""
-    with cache._lock:
-        held = [n.checkpoint for t in cache._trees.values() for n in t.nodes() if n.checkpoint]
-        values = [checkpoint.state.unpack() for checkpoint in held]
-        moved = [value[layer] for value in values]
-        for checkpoint, value, other in zip(held, values, moved[1:] + moved[:1], strict=True):
-            value[layer] = other
-            checkpoint.state = PackedState.pack(value)
+    held = [n.checkpoint for n in cache.nodes() if n.checkpoint]
+    values = [checkpoint.state.unpack() for checkpoint in held]
+    moved = [value[layer] for value in values]
+    for checkpoint, value, other in zip(held, values, moved[1:] + moved[:1], strict=True):
+        value[layer] = other
+        checkpoint.state = PackedState.pack(value)
 
 
 def swap_rows(cache: Any) -> None:
     """The attention layers' rows of each node in the place of another's, cut or repeated."""
-    with cache._lock:
-        nodes = [n for t in cache._trees.values() for n in t.nodes() if n.rows]
-        others = [joined(node.rows) for node in nodes]
-        for node, arrays in zip(nodes, others[1:] + others[:1], strict=True):
-            node.rows = replace(
-                node.rows,
-                segments=tuple(
-                    replace(s, arrays=tuple(as_long(a, s.stop - s.start) for a in arrays))
-                    for s in node.rows.segments
-                ),
-            )
+    nodes = [n for n in cache.nodes() if n.rows]
+    others = [joined(node.rows) for node in nodes]
+    for node, arrays in zip(nodes, others[1:] + others[:1], strict=True):
+        node.rows = replace(
+            node.rows,
+            segments=tuple(
+                replace(s, arrays=tuple(as_long(a, s.stop - s.start) for a in arrays))
+                for s in node.rows.segments
+            ),
+        )
 
 
 def joined(rows: Rows) -> list[mx.array]:

@@ -234,10 +234,9 @@ def test_what_cannot_be_shown_is_refused(http: httpx.Client, asked: str, status:
     assert asked.split("=")[0] in reply.json()["error"]["message"]
 
 
-def large_tree(nodes: int) -> Tree:
+def grow(tree: Tree, nodes: int) -> None:
     """Wide and deep: a system prompt with thousands of users, and a few very long chats."""
     draw = np.random.default_rng(0)
-    tree = Tree()
     made: list[Node] = [tree.add(tree.root, encode(np.arange(500, dtype=np.int32)), "prefill")]
     while len(made) < nodes:
         parent = (
@@ -248,17 +247,15 @@ def large_tree(nodes: int) -> Tree:
         node = tree.add(parent, encode(tokens.astype(np.int32)), "prefill")
         node.rows = Span(node.start, node.end, nbytes=100)
         made.append(node)
-    return tree
 
 
 def fill(server: Running, nodes: int) -> None:
-    """Put a large tree in the place of the tenant's who names no salt."""
+    """Make the tree of the tenant who names no salt a large one."""
     cache = server.engine.cache
-    with cache._lock:
-        tree = cache._trees.of(cache._binding.namespace)
-        tree.root = large_tree(nodes).root
-        for node in tree.nodes():
-            cache.memory.count(node)
+    tree = cache.memory.tree(cache.namespace())
+    grow(tree, nodes)
+    for node in tree.nodes():
+        cache.memory.ledger.count(node)
 
 
 def test_a_hundred_thousand_nodes_are_a_small_reply(server: Running, http: httpx.Client) -> None:

@@ -305,7 +305,7 @@ def _common(a: str, b: str) -> str:
 
 
 def _checkpoints(server: Running, below: int) -> list[int]:
-    nodes = [n for t in server.engine.cache._trees.values() for n in t.nodes()]
+    nodes = server.engine.cache.nodes()
     return sorted({n.end for n in nodes if n.checkpoint and n.end < below}, reverse=True)
 
 

@@ -107,7 +107,7 @@ def test_the_figures_agree_with_the_cache(server: Running, client: httpx.Client)
     assert seen["tiers"]["memory"]["kinds"] == stats.bytes["memory"]
     assert seen["tiers"]["memory"]["budget"] == stats.budget
     assert seen["cache"]["entries"] == stats.entries
-    nodes = [n for t in server.engine.cache._trees.values() for n in t.nodes()]
+    nodes = server.engine.cache.nodes()
     assert seen["cache"]["tokens"] == sum(n.length for n in nodes)
     assert seen["state"] == "ready"
     assert 0 < seen["hit_rate"]["total"] < 1

@@ -15,8 +15,8 @@ from ..layout import Layout
 from ..payload import PackedState, Rows
 from ..pins import Pins
 from ..placement import WEIGHTS
-from ..retention import Item
-from ..tree import Node, Tree
+from ..tree import Node, Tree, tree_of
+from ..worth import Item
 from .base import Found, Offer, Span, Tier
 from .fetch import Fetch, Worth
 from .lane import MOST_WAITING, Lane
@@ -77,10 +77,10 @@ class Lower:
 
     def evicting(self, item: Item) -> None:
         """Memory is about to let go of something: this is the last time that it can be offered."""
-        if not item.warm and self._is_worth(item.node, durable=False):
+        if not item.is_warm and self._is_worth(item.node, durable=False):
             for lane in self.lanes:
                 if not lane.is_full:
-                    lane.offer([self._offer(item.tree, item.node)])
+                    lane.offer([self._offer(tree_of(item.node), item.node)])
         if item.what == "leaf":
             self.gone(item.node)
 

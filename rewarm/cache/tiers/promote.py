@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rewarm.values import Origin
 
-from ..commit import split
 from ..find import Query
 from ..layout import Layout
-from ..ledger import Ledger
+from ..memory import Memory
 from ..payload import PackedState, Rows, chained
 from ..pins import Pin
-from ..retention import Evictor
 from ..tree import NODE_BYTES, WIDTH, Checkpoint, Tree
 from .base import Found
 from .seal import Piece, What
@@ -24,13 +22,9 @@ class Promoter:
     """Puts pieces into a tree, in memory and without waiting for anything."""
 
     layout: Layout
-    ledger: Ledger
-    evictor: Evictor
-    trees: Collection[Tree]
+    memory: Memory
 
-    def promote(
-        self, tree: Tree, query: Query, pieces: Sequence[Piece], found: Found, now: int
-    ) -> None:
+    def promote(self, tree: Tree, query: Query, pieces: Sequence[Piece], found: Found) -> None:
         """Extend the path of a prompt. What does not fit is left out, and what follows it."""
         upto = max(stop for piece in pieces for stop in piece.stops)
         walk = tree.walk(query.data[: upto * WIDTH], [cut for cut in query.cuts if cut <= upto])
@@ -39,14 +33,14 @@ class Promoter:
         try:
             known = walk.shared if tree.splits else walk.node.end
             inside = known < walk.node.end
-            if inside and not split(pin, known, self.evictor, self.trees, now):
+            if inside and not self.memory.split(pin, known):
                 return
-            self._fill_windows(pin, pieces, now)
-            self._checkpoint(pin, pieces, found, now)
+            self._fill_windows(pin, pieces)
+            self._checkpoint(pin, pieces, found)
             for stop in self._stops(query, pieces, known, upto):
-                if not self._grow(pin, query, stop, pieces, now):
+                if not self._grow(pin, query, stop, pieces):
                     return
-                self._checkpoint(pin, pieces, found, now)
+                self._checkpoint(pin, pieces, found)
         finally:
             pin.drop()
 
@@ -56,7 +50,7 @@ class Promoter:
             return [cut for cut in query.cuts if known < cut <= upto]
         return sorted({stop for piece in pieces for stop in piece.stops if stop > known})
 
-    def _grow(self, pin: Pin, query: Query, stop: int, pieces: Sequence[Piece], now: int) -> bool:
+    def _grow(self, pin: Pin, query: Query, stop: int, pieces: Sequence[Piece]) -> bool:
         start = pin.node.end
         rows = _held(pieces, "rows", start, stop)
         window = _held(pieces, "window", start, stop)
@@ -65,26 +59,23 @@ class Promoter:
         payloads = [p for p in (rows, window) if p is not None]
         nbytes = NODE_BYTES + (stop - start) * WIDTH + sum(p.nbytes for p in payloads)
         buffers = sum(p.buffers for p in payloads)
-        if not self.evictor.make_room(self.trees, nbytes, buffers, now):
+        if not self.memory.evictor.make_room(nbytes, buffers):
             return False
         key = query.data[start * WIDTH : stop * WIDTH]
-        node = pin.tree.add(pin.node, key, _origin(pieces, stop))
-        node.rows, node.window, node.last_used = rows, window, now
-        self.ledger.count(node)
-        pin.down(node)
+        self.memory.grow(pin, key, _origin(pieces, stop), rows, window)
         return True
 
-    def _fill_windows(self, pin: Pin, pieces: Sequence[Piece], now: int) -> None:
+    def _fill_windows(self, pin: Pin, pieces: Sequence[Piece]) -> None:
         """Give nodes that memory has the window rows that it let go of."""
         for node in pin.node.path():
             has = node.window.start if node.window is not None else node.end
             window = _held(pieces, "window", node.start, node.end)
             if window is None or window.start >= has:
                 continue
-            if self.evictor.make_room(self.trees, window.nbytes, window.buffers, now):
-                self.ledger.put_window(node, window)
+            if self.memory.evictor.make_room(window.nbytes, window.buffers):
+                self.memory.ledger.put_window(node, window)
 
-    def _checkpoint(self, pin: Pin, pieces: Sequence[Piece], found: Found, now: int) -> None:
+    def _checkpoint(self, pin: Pin, pieces: Sequence[Piece], found: Found) -> None:
         node = pin.node
         at_end = [p for p in pieces if p.what == "state" and p.start == node.end]
         kind = found.kind if found.resume == node.end else None
@@ -95,10 +86,12 @@ class Promoter:
             return
         if isinstance(state, PackedState):
             kind = kind or at_end[0].kind
-            if not self.evictor.make_room(self.trees, state.nbytes, state.buffers, now):
+            if not self.memory.evictor.make_room(state.nbytes, state.buffers):
                 return
         taken = state if isinstance(state, PackedState) else None
-        self.ledger.put_checkpoint(node, Checkpoint(kind or "end", taken, now, hint=found.hint))
+        self.memory.ledger.put_checkpoint(
+            node, Checkpoint(kind or "end", taken, self.memory.clock, hint=found.hint)
+        )
 
 
 def _held(pieces: Sequence[Piece], what: What, start: int, stop: int) -> Rows | None:

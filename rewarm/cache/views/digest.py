@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from ..tree import Tree
+from ..tree import Node, Tree
 
 
 def digest(trees: Iterable[Tree]) -> str:
@@ -24,7 +24,7 @@ def digest(trees: Iterable[Tree]) -> str:
 
 def _digest_of(tree: Tree) -> str:
     found = hashlib.sha256()
-    todo = [tree.root]
+    todo: list[Node] = [tree.root]
     while todo:
         node = todo.pop()
         kind = node.checkpoint.kind if node.checkpoint is not None else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,57 +21,52 @@ class Missed(NamedTuple):
     miss: Miss | None
 
 
-@dataclass
-class Explainer:
-    """Looks for the reason of a miss in what the caller's own namespace knows."""
+def why(
+    match: Match,
+    tree: Tree,
+    query: Query,
+    evicted: EvictedIndex,
+    below: Found | None = None,
+    named: Sequence[Tree] = (),
+) -> Miss | None:
+    """Look for the reason of a miss in what the caller's own namespace knows. None where all that
+    could be reused was.
 
-    evicted: EvictedIndex
-
-    def why(
-        self,
-        match: Match,
-        tree: Tree,
-        query: Query,
-        below: Found | None = None,
-        named: Sequence[Tree] = (),
-    ) -> Miss | None:
-        """None where all that could be reused was.
-
-        `below` is what a tier said, which may know more of a prompt than memory does.
-        `named` are the trees of other salts that the request names itself."""
-        if match.reason in ("disabled", "failed"):
-            return Miss(match.reason, match.shared, match.resume)
-        if match.resume >= query.length - 1:
-            return None
-        used, known = tree.walk(query.data, query.cuts)
-        if below is not None:
-            goes_on = match.reason is None and below.shared == match.shared
-            if below.shared > match.shared or (goes_on and below.reason == "diverged"):
-                match = replace(match, shared=below.shared, reason=below.reason)
-        reason = match.reason
-        while used.parent is not None and used.end > match.resume:
-            used = used.parent
-        lost = self.evicted.look(np.frombuffer(query.data, "<i4"), used, tree.seed)
-        if lost.resume > match.shared:
-            return Miss("evicted", match.shared, match.resume, held=lost.resume)
-        found = [find(other, query).at for other in named]
-        if found and max(found) > match.shared:
-            return Miss("salt", match.shared, match.resume, held=max(found))
-        if reason is None:
-            return None
-        beyond = parting(tree, query)
-        # Memory may have less of it, or only what this prompt shares.
-        has_less = known < match.shared or not beyond.other
-        if has_less and below is not None and below.shared == match.shared:
-            beyond = below.parting or beyond
-        if reason == "no_checkpoint":
-            why: Missing = "never_taken"
-            if match.resume < lost.resume:
-                why = "evicted"
-            elif beyond.reached == "decode":
-                why = "other_origin"
-            return Miss(reason, match.shared, match.resume, why=why)
-        if reason == "diverged":
-            other = np.frombuffer(beyond.other, "<i4")
-            return Miss(reason, match.shared, match.resume, other=other, origin=beyond.origin)
-        return Miss(reason, match.shared, match.resume)
+    `below` is what a tier said, which may know more of a prompt than memory does.
+    `named` are the trees of other salts that the request names itself."""
+    if match.reason in ("disabled", "failed"):
+        return Miss(match.reason, match.shared, match.resume)
+    if match.resume >= query.length - 1:
+        return None
+    used, known = tree.walk(query.data, query.cuts)
+    if below is not None:
+        goes_on = match.reason is None and below.shared == match.shared
+        if below.shared > match.shared or (goes_on and below.reason == "diverged"):
+            match = replace(match, shared=below.shared, reason=below.reason)
+    reason = match.reason
+    while used.parent is not None and used.end > match.resume:
+        used = used.parent
+    lost = evicted.look(np.frombuffer(query.data, "<i4"), used)
+    if lost.resume > match.shared:
+        return Miss("evicted", match.shared, match.resume, held=lost.resume)
+    found = [find(other, query).at for other in named]
+    if found and max(found) > match.shared:
+        return Miss("salt", match.shared, match.resume, held=max(found))
+    if reason is None:
+        return None
+    beyond = parting(tree, query)
+    # Memory may have less of it, or only what this prompt shares.
+    has_less = known < match.shared or not beyond.other
+    if has_less and below is not None and below.shared == match.shared:
+        beyond = below.parting or beyond
+    if reason == "no_checkpoint":
+        why: Missing = "never_taken"
+        if match.resume < lost.resume:
+            why = "evicted"
+        elif beyond.reached == "decode":
+            why = "other_origin"
+        return Miss(reason, match.shared, match.resume, why=why)
+    if reason == "diverged":
+        other = np.frombuffer(beyond.other, "<i4")
+        return Miss(reason, match.shared, match.resume, other=other, origin=beyond.origin)
+    return Miss(reason, match.shared, match.resume)

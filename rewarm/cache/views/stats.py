@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from ..find import MEMORY
-from ..ledger import Ledger
-from ..pins import Pins
-from ..retention import Evictor
+from ..memory import Memory
 from ..tiers.base import TierStats
 from ..worth import What
 
@@ -28,20 +26,11 @@ class Stats:
     tiers: Mapping[str, TierStats]
     """By name: memory first, then what lies below it, from fast to slow."""
 
-    @classmethod
-    def of(
-        cls, ledger: Ledger, pins: Pins, evictor: Evictor, below: Mapping[str, TierStats]
-    ) -> Stats:
-        held = ledger.held
-        kinds = {
-            "rows": held.rows,
-            "window": held.window,
-            "checkpoint": held.checkpoint,
-            "index": held.index,
-        }
-        evicted = {what: evictor.evicted[what] for what in get_args(What)}
-        memory = TierStats(ledger.budget, kinds, evicted)
-        return cls(
+    @staticmethod
+    def of(memory: Memory, below: Mapping[str, TierStats]) -> Stats:
+        ledger, pins, held = memory.ledger, memory.pins, memory.ledger.held
+        evicted = {what: memory.evictor.evicted[what] for what in get_args(What)}
+        return Stats(
             entries=held.nodes,
             checkpoints=held.checkpoints,
             tokens=held.tokens,
@@ -49,7 +38,7 @@ class Stats:
             hits=pins.hits,
             misses=pins.misses,
             leases=len(pins.held),
-            tiers={MEMORY: memory, **below},
+            tiers={MEMORY: TierStats(ledger.budget, dict(held.kinds), evicted), **below},
         )
 
     def shown(self) -> dict[str, Any]:

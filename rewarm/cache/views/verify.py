@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import asdict
 
 from rewarm.errors import BrokenInvariant
 
 from ..layout import Layout
 from ..ledger import Ledger
-from ..pins import Pin
+from ..memory import Memory
 from ..tree import WIDTH, Node, Tree
 
 
-def verify(trees: Collection[Tree], memory: Ledger, pins: Collection[Pin], layout: Layout) -> None:
-    expected = Counter(node for pin in pins if pin.live for node in pin.node.path())
-    checkpoints = Counter(id(c) for pin in pins if pin.live for c in pin.checkpoints)
-    account = Ledger(memory.budget, memory.max_buffers)
-    for tree in trees:
+def verify(memory: Memory, layout: Layout) -> None:
+    pins = [pin for pin in memory.pins.held if pin.live]
+    expected = Counter(node for pin in pins for node in pin.node.path())
+    checkpoints = Counter(id(c) for pin in pins for c in pin.checkpoints)
+    ledger = memory.ledger
+    account = Ledger(ledger.budget, ledger.max_buffers)
+    for tree in memory.trees.values():
         _check(tree.root.parent is None and not tree.root.key, "the root is not empty", tree.root)
         for node in [tree.root, *tree.nodes()]:
             _check_children(tree, node)
@@ -31,12 +31,13 @@ def verify(trees: Collection[Tree], memory: Ledger, pins: Collection[Pin], layou
                 _check(node.checkpoint.pins == pinned, "checkpoint pins", node)
     if expected or checkpoints:
         raise BrokenInvariant("a lease pins what is not in the tree")
-    if asdict(account.held) != asdict(memory.held):
-        raise BrokenInvariant(f"held is {account.held}, the account says {memory.held}")
-    if memory.held.total > memory.budget and any(_evictable(n) for t in trees for n in t.nodes()):
-        raise BrokenInvariant(f"{memory.held.total} bytes held, over {memory.budget}")
-    if memory.held.buffers > memory.max_buffers:
-        raise BrokenInvariant(f"{memory.held.buffers} buffers held, over {memory.max_buffers}")
+    if account.held != ledger.held:
+        raise BrokenInvariant(f"held is {account.held}, the account says {ledger.held}")
+    if ledger.held.total > ledger.budget and any(_is_evictable(n) for n in memory.nodes()):
+        raise BrokenInvariant(f"{ledger.held.total} bytes held, over {ledger.budget}")
+    if ledger.held.buffers > ledger.max_buffers:
+        raise BrokenInvariant(f"{ledger.held.buffers} buffers held, over {ledger.max_buffers}")
+    memory.evictor.verify(memory.trees.values())
 
 
 def _check_children(tree: Tree, node: Node) -> None:
@@ -66,7 +67,7 @@ def _check_node(tree: Tree, node: Node, layout: Layout) -> None:
         _check(node.origin == "prefill", "a decoded span in exact", node)
 
 
-def _evictable(node: Node) -> bool:
+def _is_evictable(node: Node) -> bool:
     """Over the budget, which may have been lowered, only what is leased may be left."""
     checkpoint = node.checkpoint
     if checkpoint is not None and checkpoint.nbytes and not checkpoint.pins:

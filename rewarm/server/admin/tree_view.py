@@ -151,9 +151,9 @@ class _Page:
 
     def body(self) -> dict[str, Any]:
         survey = self.survey
-        own = {row: self.cache.in_namespace(n, self.wish.salt) for row, n in survey.owners.items()}
-        owner = survey.owner(self.root)
-        yours = {self.root: owner is not None and self.cache.in_namespace(owner, self.wish.salt)}
+        namespace = self.cache.namespace(self.wish.salt)
+        own = {row: name == namespace for row, name in survey.owners.items()}
+        yours = {self.root: survey.owner(self.root) == namespace}
         lit = self._last_use([row for row, mine in own.items() if mine])
         root, *nodes = self._nodes([self.root, *self.shown.rows])
         for row, node in zip(self.shown.rows, nodes, strict=True):

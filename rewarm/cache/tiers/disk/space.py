@@ -35,6 +35,7 @@ class DiskSpace:
         self._evictor = Evictor(
             policy,
             trees.ledger,
+            clock,
             reach=layout.longest_window,
             stateful=layout.has_state,
             on_evict=trees.evicted,
@@ -65,7 +66,7 @@ class DiskSpace:
             self._writer.put(Job(clears=stranger))
         if self._lacking(nbytes) <= 0:
             # Of what came since, a little each time: all of it on a full disk would take seconds.
-            self._evictor.take_in([own.tree for own in self._trees], AT_ONCE)
+            self._evictor.take_in(AT_ONCE)
             return True
         if not self._read_all:
             self._trees.read_all()
@@ -74,16 +75,13 @@ class DiskSpace:
         for node in holding:
             node.pins += 1
         try:
-            trees = [own.tree for own in self._trees]
             # What goes may free less than it seems: two nodes may share a file.
             while (lacking := self._lacking(nbytes)) > 0:
                 before = self._evictor.evictions
-                ledger.budget = max(ledger.held.total - lacking, 0)
-                self._evictor.make_room(trees, 0, 0, clock())
+                self._evictor.trim(ledger.held.total - lacking)
                 if self._evictor.evictions == before:
                     break
         finally:
-            ledger.budget = UNLIMITED
             for node in holding:
                 node.pins -= 1
         return self._lacking(nbytes) <= 0

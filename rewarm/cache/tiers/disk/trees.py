@@ -16,8 +16,8 @@ from ...layout import Layout
 from ...ledger import Held, Ledger
 from ...payload import Rows
 from ...placement import WEIGHTS
-from ...retention import Item
-from ...tree import WIDTH, Checkpoint, ChunkTree, Node, Tree
+from ...tree import WIDTH, Checkpoint, ChunkTree, Node, Tree, tree_of
+from ...worth import Item
 from ..base import Offer, Span
 from ..seal import FORMAT, digest_of
 from .index import no_collection
@@ -267,7 +267,7 @@ class DiskTrees:
 
     def evicted(self, item: Item) -> None:
         """Retention's choice: rows of the index go, and the files that nobody else has."""
-        own = next(o for o in self if o.tree is item.tree)
+        own = next(o for o in self if o.tree is tree_of(item.node))
         node = item.node
         state = node.checkpoint.state if node.checkpoint is not None else None
         if item.what == "leaf":

@@ -244,7 +244,7 @@ def test_mlx_is_told_not_to_give_up_on_many_shapes_unless_somebody_said_otherwis
     environ = {key: value for key, value in os.environ.items() if key != name}
     if given is not None:
         environ[name] = given
-    program = f"import os, rewarm; print(os.environ[{name!r}])"
+    program = f"import os, rewarm, mlx.core; print(os.environ[{name!r}])"
     done = subprocess.run(
         [sys.executable, "-c", program], env=environ, check=True, capture_output=True, text=True
     )

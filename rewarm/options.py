@@ -56,11 +56,11 @@ RESERVED_FOR_RENDERING = TAKEN_BY_RENDERING | {"conversations", "documents"}
 T = TypeVar("T")
 
 
-def option(default: T, help: str, *, flag: str | None = None, env: str | None = None) -> T:
-    """A field that the command line offers as well, as `--its-name` or as `flag`.
+def option(default: T, help: str, *, env: str | None = None) -> T:
+    """Make a field that the command line offers under the same name.
 
     `env` names a variable of the environment that is read where the option is not given."""
-    about = {"help": help, "flag": flag, "env": env}
+    about = {"help": help, "env": env}
     if isinstance(default, dict):
         return cast(T, field(default_factory=default.copy, metadata=about))
     return field(default=default, metadata=about)
@@ -126,10 +126,8 @@ class ServerOptions:
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8080, "0 picks a free one.")
     allow_public: bool = option(False, "Listen on a public host without a key.")
-    template_options: Mapping[str, Any] = option(
-        {},
-        "For the chat template, such as '{\"enable_thinking\": false}'.",
-        flag="--chat-template-args",
+    chat_template_args: Mapping[str, Any] = option(
+        {}, "For the chat template, such as '{\"enable_thinking\": false}'."
     )
     """Options of the chat template where a request does not say otherwise."""
     keep_billing_header: bool = option(
@@ -150,7 +148,7 @@ class ServerOptions:
             raise InvalidOption("the API key is empty: give one, or leave it out")
         if not 0 <= self.port < 1 << 16:
             raise InvalidOption(f"port={self.port}: give a number up to 65535, or 0 for a free one")
-        taken = sorted(RESERVED_FOR_RENDERING.intersection(self.template_options))
+        taken = sorted(RESERVED_FOR_RENDERING.intersection(self.chat_template_args))
         if taken:
             raise InvalidOption(
                 f"the template option {taken[0]!r} is set by the server and cannot be given"

@@ -48,22 +48,14 @@ def private_folder(path: Path) -> Path:
 
 def check_folder(path: Path) -> None:
     """Check a folder inside a private one. Raises `NotPrivate`."""
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotPrivate(f"{path} is {_kind(found)} where a folder should be: remove it")
-    _check_closed(path, found)
+    _check(path, os.lstat(path), "a folder")
 
 
 def check_file(path: Path, found: os.stat_result | None = None) -> None:
     """Check a file inside a private folder: it is no link, and no other file's second name.
 
     `found` is the status of the file where it is open already. Raises `NotPrivate`."""
-    found = os.lstat(path) if found is None else found
-    if not stat.S_ISREG(found.st_mode):
-        raise NotPrivate(f"{path} is {_kind(found)} where a file should be: remove it")
-    if found.st_nlink > 1:
-        raise NotPrivate(f"{path} is another file's second name (a hard link): remove it")
-    _check_closed(path, found)
+    _check(path, os.lstat(path) if found is None else found, "a file")
 
 
 def _walk(path: Path) -> Path:
@@ -116,7 +108,13 @@ def _check_parent(folder: Path, path: Path) -> None:
     )
 
 
-def _check_closed(path: Path, found: os.stat_result) -> None:
+def _check(path: Path, found: os.stat_result, expected: str) -> None:
+    kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFREG: "a file"}
+    kind = kinds.get(stat.S_IFMT(found.st_mode), "a special file")
+    if kind != expected:
+        raise NotPrivate(f"{path} is {kind} where {expected} should be: remove it")
+    if kind == "a file" and found.st_nlink > 1:
+        raise NotPrivate(f"{path} is another file's second name (a hard link): remove it")
     _check_owner(path, found)
     if _others_may_write(found):
         raise NotPrivate(
@@ -158,8 +156,3 @@ def _name(uid: int) -> str:
 
 def _mode(found: os.stat_result) -> str:
     return f"mode {stat.S_IMODE(found.st_mode):04o}"
-
-
-def _kind(found: os.stat_result) -> str:
-    kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFREG: "a file"}
-    return kinds.get(stat.S_IFMT(found.st_mode), "a special file")

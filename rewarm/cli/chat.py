@@ -27,7 +27,7 @@ def chat(
     top_p: Annotated[float, typer.Option(min=0, max=1)] = Sampling.top_p,
     seed: Annotated[int | None, typer.Option(help="For answers that can be repeated.")] = None,
     *,
-    server: Annotated[ServerOptions, "template_options", "warm_ahead"],
+    server: Annotated[ServerOptions, "chat_template_args", "warm_ahead"],
     engine: Annotated[EngineOptions, "context"],
     cache: CacheOptions,
     source: ModelOptions,
@@ -43,7 +43,7 @@ def chat(
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     running = engine_of(model, engine, cache, source)
     conversation = Conversation(
-        Generator(running, template=server.template_options, warm_ahead=server.warm_ahead),
+        Generator(running, template=server.chat_template_args, warm_ahead=server.warm_ahead),
         GenerationOptions(max_tokens=max_tokens, sampling=sampling, stream=True),
         console,
         system=pocket.TABLE if built_in and system is None else system,

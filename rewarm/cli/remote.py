@@ -60,18 +60,17 @@ class Remote:
             raise self._not_rewarm()
         return found
 
-    def _not_rewarm(self) -> InvalidOption:
-        return InvalidOption(f"what answers at {self.url} is no Rewarm server: see --url")
+    def _not_rewarm(self, why: str = "") -> InvalidOption:
+        return InvalidOption(f"what answers at {self.url} is no Rewarm server{why}: see --url")
 
     def _refusal(self, error: urllib.error.HTTPError) -> Exception:
         try:
             message = json.loads(error.read())["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = ""
-        if error.code == 401:
-            return InvalidOption(f"{message or 'an API key is needed'} (--api-key, REWARM_API_KEY)")
-        if error.code in (404, 405) and not message:
-            return self._not_rewarm()
         if error.code == 503:
             return NotReady(message or "the server is not ready")
-        return InvalidOption(message or f"the server answered {error.code}")
+        if not message:
+            return self._not_rewarm(f" (status {error.code})")
+        hint = " (--api-key, REWARM_API_KEY)" if error.code == 401 else ""
+        return InvalidOption(message + hint)

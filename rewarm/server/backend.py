@@ -44,7 +44,7 @@ class Backend:
         self.activity = Activity()
         self.generator = Generator(
             engine,
-            template=options.template_options,
+            template=options.chat_template_args,
             max_answer=options.max_answer,
             warm_ahead=options.warm_ahead,
             between=self.metrics.between.observe,

@@ -50,7 +50,7 @@ def test_what_is_given_arrives_with_its_type() -> None:
         *("--port", "1", "--no-warm-ahead", "--chat-template-args", '{"a": 1}'),
         *("--context", "5", "--memory", "4GB", "--kv-bits", "8", "--trust-remote-code"),
     )
-    assert server == ServerOptions(port=1, warm_ahead=False, template_options={"a": 1})
+    assert server == ServerOptions(port=1, warm_ahead=False, chat_template_args={"a": 1})
     assert engine == EngineOptions(context=5)
     assert cache == CacheOptions(memory="4GB", kv_bits=8)
     assert source == ModelOptions(trust_remote_code=True)
@@ -65,7 +65,7 @@ def test_each_field_with_a_help_text_is_an_option() -> None:
     (shown,) = given("--help")
     for kind in KINDS:
         for field in fields(kind):
-            name = field.metadata.get("flag") or "--" + field.name.replace("_", "-")
+            name = "--" + field.name.replace("_", "-")
             offered = "help" in field.metadata and (kind, field.name) not in OTHERS
             assert (f" {name} " in shown) == offered, name
 

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 log = logging.getLogger("rewarm")
 
@@ -19,6 +20,7 @@ GEMMS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")
 """All functions of a CBLAS that MLX calls."""
 PREFIXES = ("", "scipy_")
 """Prefixes that these names have in the libraries that are known."""
+# Functions of OpenBLAS that tell about it. The first one gives its name and version.
 SETTINGS = (
     ("openblas_get_config", ctypes.c_char_p),
     ("openblas_get_corename", ctypes.c_char_p),
@@ -87,14 +89,8 @@ def settings() -> str:
     found = [used.name, *threads, " ".join(platform.mac_ver()[:1])]
     if used.path is not None:
         library = ctypes.CDLL(used.path)
-        for prefix in PREFIXES:
-            for name, kind in SETTINGS:
-                try:
-                    ask = library[prefix + name]
-                except AttributeError:
-                    continue
-                ask.restype = kind
-                found.append(str(ask()))
+        answers = (_answer(library, name, kind) for name, kind in SETTINGS)
+        found += [str(answer) for answer in answers if answer is not None]
     return " ".join(found)
 
 
@@ -286,12 +282,20 @@ def _title(path: str) -> str:
         library = ctypes.CDLL(path)
     except OSError:  # linked into the executable
         return os.path.basename(path)
+    config = _answer(library, *SETTINGS[0])
+    if config is None:
+        return os.path.basename(path)
+    words = os.fsdecode(config).split()  # OpenBLAS 0.3.34 DYNAMIC_ARCH ...
+    return " ".join(words[:2]) if words[:1] == ["OpenBLAS"] else "OpenBLAS"
+
+
+def _answer(library: ctypes.CDLL, name: str, kind: Any) -> Any:
+    """Call a function of OpenBLAS that has no arguments; None where the library has none."""
     for prefix in PREFIXES:
         try:
-            get_config = library[prefix + "openblas_get_config"]
+            function = library[prefix + name]
         except AttributeError:
             continue
-        get_config.restype = ctypes.c_char_p
-        words = os.fsdecode(get_config()).split()  # OpenBLAS 0.3.34 DYNAMIC_ARCH ...
-        return " ".join(words[:2]) if words[:1] == ["OpenBLAS"] else "OpenBLAS"
-    return os.path.basename(path)
+        function.restype = kind
+        return function()
+    return None

@@ -49,7 +49,9 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameter(field: dataclasses.Field[Any], hint: Any, kind: str) -> Parameter:
     about = field.metadata
+    # A flag that is on by default gets its opposite from Typer, `--no-…`.
     option = typer.Option(
+        *([_flag(field)] if field.default is False else []),
         help=about["help"],
         envvar=about["env"],
         metavar="JSON" if _is_json(field) else None,
@@ -69,16 +71,19 @@ def _made(kind: Any, fields: list[dataclasses.Field[Any]], given: dict[str, Any]
     """Take the fields of a dataclass out of the options given, and make it of them."""
     values = {field.name: given.pop(field.name) for field in fields}
     for field in filter(_is_json, fields):
-        values[field.name] = _json_object(field.name, values[field.name])
+        values[field.name] = _json_object(_flag(field), values[field.name])
     return kind(**values)
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
-    option = f"--{name.replace('_', '-')} {text!r}"
+def _flag(field: dataclasses.Field[Any]) -> str:
+    return f"--{field.name.replace('_', '-')}"
+
+
+def _json_object(flag: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise InvalidOption(f"{option} is not JSON: {error}") from error
+        raise InvalidOption(f"{flag} {text!r} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise InvalidOption(f"{option} is not a JSON object")
+        raise InvalidOption(f"{flag} {text!r} is not a JSON object")
     return value

@@ -11,15 +11,12 @@ In each, a skip fails unless tests/sets.py expects its reason on this machine.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from importlib import import_module
 
 # Tests run beside each other: more threads than cores would only wait for one another.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import httpx
 import hypothesis
-import pytest
 
 from rewarm import accel
 from rewarm.accel import cpu, replace
@@ -30,7 +27,7 @@ for place in cpu.COMPILED:
     import_module(replace.MODELS + place.module)
 accel.install()
 
-from .servers import Running, running  # noqa: E402 (models are imported once that is done)
+from .leaks import uncollected  # noqa: E402, F401
 from .sets import (  # noqa: E402, F401
     SOAK,
     pytest_make_collect_report,
@@ -40,19 +37,3 @@ from .sets import (  # noqa: E402, F401
 hypothesis.settings.register_profile("test", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000, database=None)
 hypothesis.settings.load_profile("soak" if SOAK else "test")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    """One that does nothing but what it is asked to."""
-    with running(warm_ahead=False) as started:
-        yield started
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[httpx.Client]:
-    """Whoever asks first finds nothing in the cache."""
-    with server.client() as client:
-        client.delete("/v1/cache")
-        server.engine.requests.clear()
-        yield client

@@ -14,6 +14,9 @@ from rewarm.engine import Engine, Loaded, Request
 from rewarm.options import EngineOptions
 from rewarm.values import Cost, Finish, Sampled
 
+from .runs import Counted
+from .tiny import tiny_model, tool_tokenizer
+
 PATIENCE = 120.0
 
 
@@ -130,3 +133,41 @@ def settled(server: Engine) -> None:
     while server.stats().warm_waiting:
         assert time.monotonic() < until, "warm-ahead never ended"
         time.sleep(0.002)
+
+
+class ScriptedEngine(Engine):
+    """The real engine with the real model; where there is a script, its tokens are forced."""
+
+    script: str | None = None
+    requests: list[Request]
+    faulty: Callable[[Request], None] | None = None
+
+    def submit(self, request: Request) -> None:
+        if self.faulty is not None:
+            self.faulty(request)
+        if self.script is not None and not request.opening:
+            request.opening = tuple(self.tokenizer.encode(self.script, add_special_tokens=False))
+        super().submit(request)
+        self.requests.append(request)
+
+
+def started_engine(
+    tokenizer: Any = None,
+    *,
+    model: Any = None,
+    reuse: Any = "fast",
+    memory: str = "64MB",
+    cache_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[ScriptedEngine, Counted]:
+    model = Counted(model or tiny_model())
+
+    def load() -> Loaded:
+        given = {"memory": memory, "chunk": 64, "reuse": reuse, **(cache_options or {})}
+        cache = PrefixCache(model, **given)
+        return Loaded(model, tokenizer or tool_tokenizer(), cache)
+
+    engine = ScriptedEngine(load, EngineOptions(**({"rehearse": False} | options)))
+    engine.requests = []
+    engine.start()
+    return engine, model

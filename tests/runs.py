@@ -1,4 +1,4 @@
-"""Small builders and comparisons that the tests share."""
+"""Prompts, and models that are run on them through a cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rewarm.cache import Lease, PrefixCache
-from rewarm.cache.payload import PackedState, Rows
-from rewarm.cache.tiers.disk.tier import DiskTier
 from rewarm.values import Match
 
 Logits = npt.NDArray[np.float32]
@@ -26,12 +24,6 @@ def prompt(length: int, seed: int = 0, vocabulary: int = 512) -> Prompt:
 
 def joined(*parts: Prompt) -> Prompt:
     return np.concatenate(parts)
-
-
-def disk_of(cache: PrefixCache) -> DiskTier:
-    """The disk tier of a cache that was given a folder."""
-    (disk,) = (tier for tier in cache.tiers if isinstance(tier, DiskTier))
-    return disk
 
 
 class Counted:
@@ -104,22 +96,3 @@ def divergence(a: Logits, b: Logits) -> float:
     x, y = (v - v.max() for v in (x, y))
     p, q = (v - np.log(np.exp(v).sum()) for v in (x, y))
     return float((np.exp(p) * (p - q)).sum())
-
-
-def held_bytes(cache: PrefixCache) -> dict[int, tuple[Any, bytes]]:
-    """Every payload in the tree with its bytes, by identity."""
-    found = {}
-    for tree in cache.memory.trees.values():
-        for node in tree.nodes():
-            for rows in (node.rows, node.window):
-                if isinstance(rows, Rows):
-                    for segment in rows.segments:
-                        found[id(segment)] = (segment, b"".join(_raw(a) for a in segment.arrays))
-            if node.checkpoint and isinstance(node.checkpoint.state, PackedState):
-                state = node.checkpoint.state
-                found[id(state)] = (state, b"".join(_raw(a) for a in state.arrays))
-    return found
-
-
-def _raw(array: mx.array) -> bytes:
-    return np.array(array.view(mx.uint8)).tobytes()

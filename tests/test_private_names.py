@@ -15,18 +15,6 @@ PACKAGE = TESTS.parent / "rewarm"
 FREE = {"_replace", "_asdict", "_fields", "_make"}
 """What a named tuple offers under such names."""
 
-ALLOWED: dict[str, set[str]] = {
-    # They look at what runs in an engine.
-    "cache/test_leaks.py": {"_loop"},
-    "server/test_hostile.py": {"_loop", "_open"},
-    # It waits for the threads that render.
-    "servers.py": {"_pool", "_large"},
-    # mlx-lm's wrapper hides the tokenizer under this name.
-    # The session's own pump stands in its module, the tests of it beside those of its room.
-    "generate/test_session.py": {"_tokenizer", "_pump"},
-}
-"""What is left to be mended, by file."""
-
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in FREE
@@ -82,17 +70,11 @@ FILES = sorted(str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py"))
 @pytest.mark.parametrize("file", FILES)
 def test_private_names_are_touched_in_their_rooms_folder_only(file: str) -> None:
     tree = ast.parse((TESTS / file).read_text())
-    mine = {*assigned(tree), *HELPERS, *ALLOWED.get(file, ())}
-    room = Path(file).parts[0]
+    mine = {*assigned(tree), *HELPERS}
+    room = Path(file).parts[0].removeprefix("test_").removesuffix(".py")
     strangers = {
         f"{name} of {' or '.join(sorted(ROOMS[name]))}, line {line}"
         for name, line in touched(tree)
         if is_private(name) and name in ROOMS and room not in ROOMS[name] and name not in mine
     }
     assert not strangers
-
-
-@pytest.mark.parametrize("file", ALLOWED)
-def test_what_is_allowed_is_needed(file: str) -> None:
-    names = {name for name, _ in touched(ast.parse((TESTS / file).read_text()))}
-    assert names >= ALLOWED[file], "take what is mended off the list"

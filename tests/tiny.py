@@ -1,4 +1,4 @@
-"""A tiny hybrid model with random weights; a tokenizer of bytes whose template strips thinking."""
+"""A tiny hybrid model with random weights, and tokenizers of bytes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,6 +24,30 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|start|>assistant
 <think>{%- endif -%}"""
+
+END = "<|end|>"
+
+# Like the templates of thinking models that call tools.
+TOOL_TEMPLATE = """\
+{%- if tools -%}<|start|>tools
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor -%}<|end|>{%- endif -%}
+{%- set last = namespace(user=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- for m in messages -%}
+<|start|>{{ m.role }}
+{%- if m.reasoning_content and loop.index0 > last.user %}
+<think>{{ m.reasoning_content }}</think>{%- endif %}
+{{ m.content }}
+{%- for call in m.tool_calls or [] -%}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor -%}<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant
+<think>{%- if enable_thinking is defined and not enable_thinking -%}</think>{%- endif -%}
+{%- endif -%}"""
 
 
 def _config() -> dict[str, Any]:
@@ -58,6 +83,18 @@ def tiny_model(seed: int = 0) -> Any:
 
 def tiny_tokenizer() -> TokenizerWrapper:
     return TokenizerWrapper(byte_tokenizer())
+
+
+def tool_tokenizer() -> TokenizerWrapper:
+    """One byte is one token; thinks, and calls tools in JSON."""
+    fast = byte_tokenizer()
+    fast.chat_template = TOOL_TEMPLATE
+    return TokenizerWrapper(
+        fast,
+        tool_call_start=json_tools.tool_call_start,
+        tool_call_end=json_tools.tool_call_end,
+        tool_parser=json_tools.parse_tool_call,
+    )
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

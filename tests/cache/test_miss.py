@@ -13,7 +13,7 @@ from rewarm.cache.evicted import GRAIN, EvictedIndex
 from rewarm.cache.find import GLIMPSE
 from rewarm.values import Miss
 from tests import zoo
-from tests.cache.evicting import evict, evict_all
+from tests.cache.inside import evict, evict_all
 from tests.runs import CHUNK, Prompt, joined, prompt, run
 
 

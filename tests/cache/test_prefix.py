@@ -16,18 +16,8 @@ from rewarm.cache.placement import ChatPlacement, Point, Shape
 from rewarm.errors import BrokenInvariant, InvalidOption
 from rewarm.values import Boundary
 from tests import zoo
-from tests.runs import (
-    CHUNK,
-    Counted,
-    advance,
-    cold,
-    divergence,
-    finish,
-    held_bytes,
-    joined,
-    prompt,
-    run,
-)
+from tests.cache.inside import held_bytes
+from tests.runs import CHUNK, Counted, advance, cold, divergence, finish, joined, prompt, run
 
 
 def cache_of(name: str = "llama", **options: object) -> PrefixCache:

@@ -26,19 +26,10 @@ from hypothesis.stateful import (
 from rewarm.cache import Lease, PrefixCache
 from rewarm.values import Boundary, Match
 from tests import zoo
+from tests.cache.disk.caches import disk_of
+from tests.cache.inside import held_bytes
 from tests.cache.lanes import handed_over
-from tests.runs import (
-    Logits,
-    Prompt,
-    advance,
-    cold,
-    disk_of,
-    divergence,
-    finish,
-    held_bytes,
-    joined,
-    prompt,
-)
+from tests.runs import Logits, Prompt, advance, cold, divergence, finish, joined, prompt
 from tests.sets import SOAK
 
 CHUNK = 16

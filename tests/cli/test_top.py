@@ -21,7 +21,7 @@ from rich.console import Console
 from rewarm.cli.top import frame
 from tests.cli.test_chat import _take_terminal
 from tests.cli.test_cli import rewarm_cli
-from tests.servers import Running, running
+from tests.server.servers import Running, running
 
 SYSTEM = {
     "role": "system",

@@ -21,6 +21,7 @@ from rewarm.errors import (
 )
 from rewarm.values import Boundary, Sampled, Sampling
 from tests import zoo
+from tests.engine.inside import running_requests
 from tests.engines import Collected, answer, ask, burst, engine
 from tests.runs import Counted, joined, prompt
 from tests.sets import SOAK
@@ -261,10 +262,8 @@ def test_a_cancelled_answer_stays_in_the_tree() -> None:
 
 
 def _request_of(server: Engine, sink: Collected) -> Request:
-    for sequence in list(server.core._loop.running.values()):
-        if sequence.request is not None and sequence.request.sink is sink:
-            return sequence.request
-    raise AssertionError("this request is over")
+    (request,) = (r for r in running_requests(server) if r.sink is sink)
+    return request
 
 
 def test_a_leader_that_is_almost_there_is_still_waited_for() -> None:

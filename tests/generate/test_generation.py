@@ -19,8 +19,8 @@ from rewarm.generate.options import GenerationOptions
 from rewarm.generate.pump import CallerPump
 from rewarm.options import EngineOptions
 from rewarm.prompt.chat import Chat, Text
-from tests.servers import END, ScriptedEngine, started_engine, tool_tokenizer
-from tests.tiny import tiny_model
+from tests.engines import ScriptedEngine, started_engine
+from tests.tiny import END, tiny_model, tool_tokenizer
 
 CHAT = Chat([{"role": "user", "content": "Where is the boat?"}])
 

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.servers import END, running
+from tests.server.servers import running
+from tests.tiny import END
 
 from . import bodies
 from .explaining import ask, explain

@@ -8,7 +8,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.servers import END, Running, running
+from tests.server.servers import Running, running
+from tests.tiny import END
 
 SYSTEM = "You keep the harbour. " * 6
 TOOLS: Any = [

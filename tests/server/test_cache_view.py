@@ -19,7 +19,8 @@ from rewarm.generate.why.labels import Labels
 from rewarm.prompt.render.renderer import ChatRenderer
 from rewarm.server.admin import tree_view
 from tests.cache.test_tree import Span
-from tests.servers import Running, running, tool_tokenizer
+from tests.server.servers import Running, running
+from tests.tiny import tool_tokenizer
 
 SYSTEM = {"role": "system", "content": "The harbour master is Ingrid. The tide is at noon. " * 3}
 

@@ -12,9 +12,9 @@ from mlx_lm.models.cache import KVCache
 
 from rewarm.prompt.text import common_tokens
 from tests import zoo
-from tests.cache.evicting import evict, evict_all
-from tests.servers import END, Running, running
-from tests.tiny import tiny_model
+from tests.cache.inside import evict, evict_all
+from tests.server.servers import Running, running
+from tests.tiny import END, tiny_model
 
 from . import bodies
 from .explaining import ask, both, explain

@@ -17,7 +17,8 @@ import httpx
 import mlx.core as mx
 import pytest
 
-from tests.servers import Running, running
+from tests.engine.inside import is_idle
+from tests.server.servers import Running, running
 from tests.sets import SOAK
 
 CLIENTS, SECONDS = (64, 120.0) if SOAK else (16, 6.0)
@@ -114,8 +115,7 @@ def check_quiet(server: Running, http: httpx.Client, expected: dict[str, Any]) -
     cache = server.engine.cache
     cache.verify()
     assert cache.stats().leases == 0
-    assert not server.engine.core._loop.running
-    assert not server.engine.core._loop._open
+    assert is_idle(server.engine)
     assert server.engine.stats().restarts == 0
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from rewarm.cli.remote import Remote
 from rewarm.server.admin.activity import RECENT, percentile
-from tests.cache.evicting import evict, evict_all
-from tests.servers import Running, running
+from tests.cache.inside import evict, evict_all
+from tests.server.servers import Running, running
 
 SYSTEM = "You keep the harbour. " * 8
 

@@ -18,7 +18,7 @@ from typing import Any
 import rewarm
 from rewarm.options import ServerOptions
 from rewarm.server.app import create_app
-from tests.servers import started_engine
+from tests.engines import started_engine
 
 HOME = str(Path(rewarm.__file__).parent)
 BEFORE = 106

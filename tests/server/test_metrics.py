@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.servers import Running, running
+from tests.server.servers import Running, running
 
 from . import bodies
 

@@ -10,7 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.servers import END, Running, running
+from tests.server.servers import Running, running
+from tests.tiny import END
 
 SYSTEM = {"role": "system", "content": "You keep the harbour. " * 6}
 TOOLS: Any = [

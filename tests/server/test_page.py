@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from rewarm.server.admin.page import FILES
+from tests.server.servers import Running, running
 from tests.server.test_cache_view import fill
-from tests.servers import Running, running
 from tools.browser import Browser, browser, find_chromium
 
 NO_BROWSER = "no chromium: install Debian's package `chromium`"

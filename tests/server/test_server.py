@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import mlx.core as mx
 import pytest
 
 from rewarm.engine.engine import Engine
@@ -24,8 +25,11 @@ from rewarm.engine.request import Request
 from rewarm.errors import NotReady, QueueFull
 from rewarm.options import ServerOptions
 from rewarm.server.serve import Server
-from tests.servers import END, Running, running, started_engine
+from tests.engines import started_engine
+from tests.leaks import COMPILED
+from tests.server.servers import Running, running
 from tests.sets import SOAK
+from tests.tiny import END
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 MESSAGE: dict[str, Any] = {"model": "m", **CHAT}
@@ -361,7 +365,7 @@ def test_a_second_ctrl_c_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_signal_ends_streams_properly_and_exits_with_0(number: signal.Signals) -> None:
     process = subprocess.Popen(
         # rewarm first: it puts a fast BLAS under mlx.
-        [sys.executable, "-c", "import rewarm; from tests import servers as s; s.main()"],
+        [sys.executable, "-c", "import rewarm; from tests.server import servers as s; s.main()"],
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[2],
@@ -385,3 +389,22 @@ def test_a_signal_ends_streams_properly_and_exits_with_0(number: signal.Signals)
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_delete_gives_the_memory_of_the_tree_back_at_once() -> None:
+    with running(warm_ahead=False) as server, server.client() as client:
+        body = {"messages": [{"role": "user", "content": "Hello " * 50}], "max_tokens": 4}
+
+        def ask_and_clear() -> int:
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+            server.settle()
+            assert client.delete("/v1/cache").status_code == 200
+            return mx.get_active_memory()
+
+        ask_and_clear()  # whatever is compiled and kept once
+        body["messages"][0]["content"] += " again"  # type: ignore[index]
+        before = ask_and_clear()
+        for _ in range(3):
+            body["messages"][0]["content"] += " again"  # type: ignore[index]
+            assert ask_and_clear() - before <= COMPILED

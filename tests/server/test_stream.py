@@ -31,7 +31,7 @@ from rewarm.server.openai.parse import ChatRequest
 from rewarm.server.openai.reply import ChatDialect, finite
 from rewarm.server.work import Work, data
 from rewarm.values import Cost, Match, Sampled
-from tests.servers import tool_tokenizer
+from tests.tiny import tool_tokenizer
 
 TOKENIZER = tool_tokenizer()
 COST = Cost(Match(10, 6, 4, "diverged", "memory"), "user", 6, 1.0, 1.0, 1.0, 1.0, 4.0)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.tiers.disk import files
+from rewarm.cache.tiers.disk.tier import DiskTier
 from tests.runs import (
     CHUNK,
 )
@@ -22,6 +23,12 @@ def cache_on(
     return PrefixCache(
         model, memory=memory, disk=str(folder), disk_size=disk_size, chunk=CHUNK, **options
     )
+
+
+def disk_of(cache: PrefixCache) -> DiskTier:
+    """The disk tier of a cache that was given a folder."""
+    (disk,) = (tier for tier in cache.tiers if isinstance(tier, DiskTier))
+    return disk
 
 
 class Watch:

@@ -24,7 +24,8 @@ from rewarm.cache.tiers.disk.store import Store
 from rewarm.loading import load
 from rewarm.session import Reply
 from tests import zoo
-from tests.runs import cold, disk_of, divergence, prompt, run
+from tests.cache.disk.caches import disk_of
+from tests.runs import cold, divergence, prompt, run
 from tests.sets import SOAK
 from tests.tiny import tiny_tokenizer
 

@@ -12,12 +12,8 @@ import pytest
 
 from rewarm.cache import PrefixCache
 from tests import zoo
-from tests.runs import (
-    Prompt,
-    disk_of,
-    prompt,
-    run,
-)
+from tests.cache.disk.caches import disk_of
+from tests.runs import Prompt, prompt, run
 from tests.sets import SOAK
 
 from .caches import Watch, cache_on

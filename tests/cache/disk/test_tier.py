@@ -14,17 +14,9 @@ import pytest
 from rewarm.cache import PrefixCache
 from rewarm.values import Boundary
 from tests import zoo
-from tests.cache.evicting import evict
-from tests.runs import (
-    CHUNK,
-    Prompt,
-    cold,
-    disk_of,
-    divergence,
-    joined,
-    prompt,
-    run,
-)
+from tests.cache.disk.caches import disk_of
+from tests.cache.inside import evict
+from tests.runs import CHUNK, Prompt, cold, divergence, joined, prompt, run
 from tests.sets import SOAK
 
 from .caches import ARCHITECTURES, cache_on

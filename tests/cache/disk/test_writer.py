@@ -12,13 +12,9 @@ import pytest
 from rewarm.cache import PrefixCache
 from rewarm.cache.tiers.disk import writer
 from tests import zoo
+from tests.cache.disk.caches import disk_of
 from tests.cache.lanes import handed_over
-from tests.runs import (
-    disk_of,
-    joined,
-    prompt,
-    run,
-)
+from tests.runs import joined, prompt, run
 
 from .caches import Failing, cache_on
 

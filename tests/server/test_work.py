@@ -14,7 +14,7 @@ from mlx_lm.models import qwen3_5
 from rewarm.cache.tree import agreement, encode
 from tests import corpus
 from tests.chats import tokenizer_of
-from tests.servers import Running, running
+from tests.server.servers import Running, running
 from tests.sets import SOAK
 
 pytestmark = pytest.mark.corpus

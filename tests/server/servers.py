@@ -1,80 +1,22 @@
-"""A server with a tiny model on a free port, and answers that a test can choose."""
+"""A server with a tiny model on a free port."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import json_tools
 
-from rewarm import PrefixCache
-from rewarm.engine import Engine, Loaded
-from rewarm.engine.request import Request
-from rewarm.options import EngineOptions, ServerOptions
+from rewarm.options import ServerOptions
 from rewarm.server.backend import Backend
 from rewarm.server.serve import Server, serve
-
-from .runs import Counted
-from .tiny import byte_tokenizer, tiny_model
-
-END = "<|end|>"
-
-# Like the templates of thinking models that call tools.
-TEMPLATE = """\
-{%- if tools -%}<|start|>tools
-{%- for tool in tools %}
-{{ tool | tojson }}
-{%- endfor -%}<|end|>{%- endif -%}
-{%- set last = namespace(user=-1) -%}
-{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-{%- for m in messages -%}
-<|start|>{{ m.role }}
-{%- if m.reasoning_content and loop.index0 > last.user %}
-<think>{{ m.reasoning_content }}</think>{%- endif %}
-{{ m.content }}
-{%- for call in m.tool_calls or [] -%}
-<tool_call>{{ call.function | tojson }}</tool_call>
-{%- endfor -%}<|end|>
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|start|>assistant
-<think>{%- if enable_thinking is defined and not enable_thinking -%}</think>{%- endif -%}
-{%- endif -%}"""
-
-
-def tool_tokenizer() -> TokenizerWrapper:
-    """One byte is one token; thinks, and calls tools in JSON."""
-    fast = byte_tokenizer()
-    fast.chat_template = TEMPLATE
-    return TokenizerWrapper(
-        fast,
-        tool_call_start=json_tools.tool_call_start,
-        tool_call_end=json_tools.tool_call_end,
-        tool_parser=json_tools.parse_tool_call,
-    )
-
-
-class ScriptedEngine(Engine):
-    """The real engine with the real model; where there is a script, its tokens are forced."""
-
-    script: str | None = None
-    requests: list[Request]
-    faulty: Callable[[Request], None] | None = None
-
-    def submit(self, request: Request) -> None:
-        if self.faulty is not None:
-            self.faulty(request)
-        if self.script is not None and not request.opening:
-            request.opening = tuple(self.tokenizer.encode(self.script, add_special_tokens=False))
-        super().submit(request)
-        self.requests.append(request)
+from tests.engines import ScriptedEngine, started_engine
+from tests.runs import Counted
 
 
 @dataclass
@@ -117,28 +59,6 @@ def caught_up(pool: ThreadPoolExecutor) -> None:
     together = threading.Barrier(pool._max_workers)
     for met in [pool.submit(together.wait, 60) for _ in range(pool._max_workers)]:
         met.result()
-
-
-def started_engine(
-    tokenizer: Any = None,
-    *,
-    model: Any = None,
-    reuse: Any = "fast",
-    memory: str = "64MB",
-    cache_options: dict[str, Any] | None = None,
-    **options: Any,
-) -> tuple[ScriptedEngine, Counted]:
-    model = Counted(model or tiny_model())
-
-    def load() -> Loaded:
-        given = {"memory": memory, "chunk": 64, "reuse": reuse, **(cache_options or {})}
-        cache = PrefixCache(model, **given)
-        return Loaded(model, tokenizer or tool_tokenizer(), cache)
-
-    engine = ScriptedEngine(load, EngineOptions(**({"rehearse": False} | options)))
-    engine.requests = []
-    engine.start()
-    return engine, model
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import rewarm
 from rewarm.cache.payload import PackedState, Rows
 from rewarm.prompt.parse.answer import Answer
 from rewarm.values import Message
-from tests.servers import Running, running
+from tests.server.servers import Running, running
 from tests.sets import SOAK
 from tools.pocket.evaluate import LONGEST_ANSWER, Question, questions
 from tools.pocket.skills import Step, Turn

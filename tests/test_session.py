@@ -12,6 +12,7 @@ from mlx_lm.generate import generate_step
 
 from rewarm import PrefixCache, Session
 from tests import zoo
+from tests.leaks import COMPILED
 from tests.runs import Counted
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -226,7 +227,7 @@ def test_boundaries_are_stable_from_turn_to_turn() -> None:
 
 def test_templates_that_refuse_a_probe_lose_only_that_boundary() -> None:
     session = session_of()
-    session.tokenizer._tokenizer.chat_template = (
+    session.tokenizer.chat_template = (
         "{%- for m in messages -%}{%- if m.role == 'assistant' -%}"
         "{{ raise_exception('no answers here') }}{%- endif -%}"
         "<|start|>{{ m.role }}\n{{ m.content }}<|end|>{%- endfor -%}<|start|>assistant\n"
@@ -391,3 +392,17 @@ def test_an_interrupted_preparation_keeps_what_it_computed() -> None:
     session.prepare()
     again = session.chat(chat_of("One? " * 30), max_tokens=1)
     assert again.usage.cached_tokens >= len(SYSTEM["content"])
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss"])
+def test_a_session_that_is_dropped_holds_nothing(name: str) -> None:
+    model = zoo.tiny(name)
+    tokens = list(range(50))
+    Session(model, tiny_tokenizer(), PrefixCache(model, memory="64MB")).generate(tokens)
+    before = mx.get_active_memory()
+    session = Session(model, tiny_tokenizer(), PrefixCache(model, memory="64MB"))
+    session.generate(tokens[::-1], max_tokens=4)
+    assert mx.get_active_memory() > before
+    del session
+    assert mx.get_active_memory() - before <= COMPILED

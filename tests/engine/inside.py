@@ -1,0 +1,18 @@
+"""An engine seen from inside: the requests that run in it.
+
+Tests of later rooms come here for what no method of an engine shows."""
+
+from __future__ import annotations
+
+from rewarm.engine import Engine, Request
+
+
+def running_requests(server: Engine) -> list[Request]:
+    sequences = list(server.core._loop.running.values())
+    return [s.request for s in sequences if s.request is not None]
+
+
+def is_idle(server: Engine) -> bool:
+    """Nothing runs, and nothing waits for an answer."""
+    loop = server.core._loop
+    return not loop.running and not loop.has_requests

@@ -1,0 +1,26 @@
+"""A server for each file of tests, and a client that finds its cache empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from .servers import Running, running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """One that does nothing but what it is asked to."""
+    with running(warm_ahead=False) as started:
+        yield started
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[httpx.Client]:
+    """Whoever asks first finds nothing in the cache."""
+    with server.client() as client:
+        client.delete("/v1/cache")
+        server.engine.requests.clear()
+        yield client

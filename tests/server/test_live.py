@@ -142,7 +142,7 @@ def test_another_tenants_words_are_not_shown(client: httpx.Client) -> None:
 def test_a_salt_in_any_script_can_be_named(server: Running, client: httpx.Client) -> None:
     ask(client, "which tide?", cache_salt="港 50%")
     assert not live(client)["recent"][0]["own"]
-    seen = Remote(server.url, "key", "港 50%").get("/v1/live")
+    seen = Remote(server.url, "key", "港 50%").ask("/v1/live")
     assert seen["recent"][0]["own"]
 
 

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Literal, Protocol
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 
+from .payload import PLAIN, items_of
+
 Group = Literal["rows", "window", "state"]
 
 
@@ -195,9 +197,9 @@ class Opaque:
 
     @classmethod
     def of(cls, cache: Any) -> Opaque | None:
-        if hasattr(cache, "__dict__") and _plain(vars(cache)):
+        if hasattr(cache, "__dict__") and _is_plain(vars(cache)):
             return cls(by_attributes=True)
-        if hasattr(type(cache), "from_state") and _plain(getattr(cache, "state", object())):
+        if hasattr(type(cache), "from_state") and _is_plain(getattr(cache, "state", object())):
             return cls(by_attributes=False)
         return None
 
@@ -262,9 +264,6 @@ def _flat(rows: Any) -> list[mx.array]:
     return list(rows) if isinstance(rows, (list, tuple)) else [rows]
 
 
-def _plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_plain(v) for v in value.values())
-    if type(value) in (list, tuple):
-        return all(_plain(v) for v in value)
-    return value is None or isinstance(value, (mx.array, bool, int, float, str))
+def _is_plain(value: Any) -> bool:
+    """True where a checkpoint can keep all of a value."""
+    return all(isinstance(item, PLAIN) for item in items_of(value))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten, tree_map
 
 from rewarm.accel import cuda_rows
 
-from .pages import available, unfilled
+from .pages import unfilled
 
 SEGMENT, GPU_SEGMENT = 512, 2048
 """Tokens in one packed array at most: a split copies one segment, never the whole node. On a GPU a
@@ -262,12 +263,7 @@ def join(
         mx.eval(array)  # here: an operation belongs to the thread that made it
         return array
 
-    def evaluated(i: int) -> mx.array:
-        array = joined(i)
-        mx.eval(array)
-        return array
-
-    return list(_joiners().map(copied if available() else evaluated, wanted))
+    return list(_joiners().map(copied, wanted))
 
 
 class SegmentPart(NamedTuple):
@@ -302,8 +298,12 @@ def _joiners() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(4, os.cpu_count() or 1), "rewarm-join")
 
 
+PLAIN = (mx.array, bool, int, float, str, type(None))
+"""The classes of what a checkpoint can keep, in lists, tuples and dictionaries."""
+
+
 class ArraySlot(NamedTuple):
-    """Where an array of a state lies in the packed one of its dtype."""
+    """The place of an array of a state in the packed one of its dtype."""
 
     group: int
     start: int
@@ -319,7 +319,7 @@ class PackedState:
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # As with rows: asked for often, and always the same.
+        # As with rows: it is asked for often, and never changes.
         object.__setattr__(self, "nbytes", sum(allocated(a.nbytes) for a in self.arrays))
 
     @property
@@ -328,66 +328,51 @@ class PackedState:
 
     @staticmethod
     def pack(value: Any) -> PackedState:
-        packer = _Packer()
-        skeleton = packer.place(value)
-        arrays = tuple(detached(group, 0) for group in packer.parts.values())
+        """Copy the arrays out of a value, and leave a slot in the place of each."""
+        parts: dict[mx.Dtype, list[mx.array]] = {}
+
+        def slot(item: Any) -> Any:
+            if not isinstance(item, PLAIN):
+                raise TypeError(f"a {type(item).__name__} cannot be kept in a checkpoint")
+            if not isinstance(item, mx.array):
+                return item
+            group = parts.setdefault(item.dtype, [])
+            start = sum(part.size for part in group)
+            group.append(item.reshape(-1))
+            return ArraySlot(list(parts).index(item.dtype), start, tuple(item.shape))
+
+        skeleton = tree_map(slot, value, is_leaf=_is_whole)
+        arrays = tuple(detached(group, 0) for group in parts.values())
         mx.eval(arrays)
         return PackedState(skeleton, arrays)
 
     def unpack(self) -> Any:
         """The value again. Its arrays are new handles: assigning into them changes nothing here."""
-        return _filled(self.skeleton, self.arrays)
+
+        def filled(item: Any) -> Any:
+            if not isinstance(item, ArraySlot):
+                return item
+            stop = item.start + math.prod(item.shape)
+            return self.arrays[item.group][item.start : stop].reshape(item.shape)
+
+        return tree_map(filled, self.skeleton, is_leaf=_is_whole)
 
 
-class _Packer:
-    """Takes the arrays out of a value, and leaves a slot in the place of each.
-
-    This is a class because an inner function that calls itself is a reference cycle: it kept every
-    array it had seen alive until the garbage collector came.
-    """
-
-    def __init__(self) -> None:
-        self.parts: dict[mx.Dtype, list[mx.array]] = {}
-        self._filled: dict[mx.Dtype, int] = {}
-
-    def place(self, item: Any) -> Any:
-        if isinstance(item, mx.array):
-            start = self._filled.get(item.dtype, 0)
-            self.parts.setdefault(item.dtype, []).append(item.reshape(-1))
-            self._filled[item.dtype] = start + item.size
-            return ArraySlot(list(self.parts).index(item.dtype), start, tuple(item.shape))
-        if isinstance(item, dict):
-            return {key: self.place(part) for key, part in item.items()}
-        if type(item) in (list, tuple):
-            return type(item)(self.place(part) for part in item)
-        if item is None or isinstance(item, (bool, int, float, str)):
-            return item
-        raise TypeError(f"a {type(item).__name__} cannot be kept in a checkpoint")
+def _is_whole(item: Any) -> bool:
+    """True for a tuple or list with a class of its own: it is not taken apart."""
+    return isinstance(item, (list, tuple)) and type(item) not in (list, tuple)
 
 
-def _filled(item: Any, arrays: Sequence[mx.array]) -> Any:
-    """A skeleton with the arrays in its slots."""
-    if isinstance(item, ArraySlot):
-        stop = item.start + math.prod(item.shape)
-        return arrays[item.group][item.start : stop].reshape(item.shape)
-    if isinstance(item, dict):
-        return {key: _filled(part, arrays) for key, part in item.items()}
-    if type(item) in (list, tuple):
-        return type(item)(_filled(part, arrays) for part in item)
-    return item
+def items_of(value: Any) -> list[Any]:
+    """The arrays, numbers and texts in a value."""
+    flat: Any = tree_flatten(value, is_leaf=_is_whole)
+    return [item for _, item in flat]
 
 
 def state_bytes(value: Any) -> int:
     """The bytes that `PackedState.pack(value)` will take, without packing it."""
     sizes: Counter[mx.Dtype] = Counter()
-    for array in _arrays(value):
-        sizes[array.dtype] += array.nbytes
+    for item in items_of(value):
+        if isinstance(item, mx.array):
+            sizes[item.dtype] += item.nbytes
     return sum(allocated(n) for n in sizes.values())
-
-
-def _arrays(value: Any) -> Iterator[mx.array]:
-    if isinstance(value, mx.array):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _arrays(part)

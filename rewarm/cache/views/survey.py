@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +28,11 @@ from ..tree import WIDTH, Node, Tree, agreement
 
 Column = npt.NDArray[np.int64]
 
-SLICE = 2048
-"""Nodes that are looked at while the lock is held: about three milliseconds."""
+SLICE = 512
+"""Nodes that are looked at while the lock is held: about two milliseconds."""
 PAUSE = 2e-4
-"""Seconds in which whoever waits for the lock gets it: one that is taken back at once would not
-be given to others."""
+"""Seconds in which another thread can take the lock: one that is taken back at once would not be
+given to others."""
 
 KINDS: tuple[str | None, ...] = (None, *WEIGHTS)
 KIND = {kind: code for code, kind in enumerate(KINDS)}
@@ -50,8 +51,8 @@ COLUMNS = (
 """`part` is how many tokens of its node lie before a row: a node that the other tree knows in part
 has several rows. `last_used` is the cache's clock, and seconds since 1970 where only the lower tier
 has the span. `upper` is memory."""
-PACKED, UPPER, LOWER = (Struct(row).pack for row in (f"{len(COLUMNS)}q", "11q24x", "8q24x3q"))
-"""A row's cells; padding is zeros, for the tier that has nothing."""
+PACKED = Struct(f"{len(COLUMNS)}q").pack
+"""Packs the cells of a row."""
 
 Trees = Mapping[Namespace, Tree]
 
@@ -139,16 +140,13 @@ class Children:
         return found
 
 
-@dataclass(slots=True)
-class _Branching:
-    """A position at a row's end, and the branches that are still to be looked at there."""
+class Branch(NamedTuple):
+    """A way on that is still to be looked at: what goes on with the same token in both trees."""
 
     row: int
     at: int
-    memory: list[Node]
-    lower: list[Node]
-    met: dict[bytes, Node] | None = None
-    """The lower tree's, by what they begin with, while memory's are compared with them."""
+    memory: Node | None
+    lower: Node | None
 
 
 @dataclass
@@ -165,21 +163,20 @@ class Surveyor:
 
     def take(self, clock: Callable[[], int]) -> Survey:
         owners: dict[int, Namespace] = {}
-        self._note(-1, b"", 0)
+        self._note(Branch(-1, 0, None, None), b"")
         with self._entered():
             now = clock()
             namespaces = list({**self.memory, **self.below.trees})
         for namespace in namespaces:
-            with self._entered():
-                known = [
-                    tiers[namespace]
-                    for tiers in (self.memory, self.below.trees)
-                    if namespace in tiers
-                ]
-                trees = [tree for tree in known if tree.root.children]
-                first = self._root(owners, namespace, trees) if trees else None
-            if first is not None:
-                self._walk(first, whole=not trees[0].splits)
+            known = [trees.get(namespace) for trees in (self.memory, self.below.trees)]
+            roots = [tree.root if tree and tree.root.children else None for tree in known]
+            if any(roots):
+                whole = any(tree and not tree.splits for tree in known)
+                with self._entered():
+                    row = self._note(Branch(0, 0, *roots), b"")
+                    todo = _branches(row, 0, *roots, whole=whole)
+                owners[row] = namespace
+                self._walk(todo, whole)
         cells = np.frombuffer(self.cells, np.int64).reshape(-1, len(COLUMNS))
         sizes = _sizes(cells[:, 0].tolist())
         return Survey(cells, sizes, self.keys, owners, now, (MEMORY, self.tier))
@@ -189,118 +186,38 @@ class Surveyor:
         with self.below.lock, self.entered():
             yield
 
-    def _root(
-        self, owners: dict[int, Namespace], namespace: Namespace, trees: list[Tree]
-    ) -> _Branching:
-        row = self._note(0, b"", 0, trees[0].root)
-        owners[row] = namespace
-        memory, lower = self.memory.get(namespace), self.below.trees.get(namespace)
-        branches = [_after(tree.root, 0) if tree is not None else [] for tree in (memory, lower)]
-        return _Branching(row, 0, memory=branches[0], lower=branches[1])
-
-    def _walk(self, first: _Branching, whole: bool) -> None:
-        places = [first]
-        while places:
+    def _walk(self, todo: list[Branch], whole: bool) -> None:
+        while todo:
             with self._entered():
-                upto = len(self.keys) + SLICE
-                while places and len(self.keys) < upto:
-                    if places[-1].memory and places[-1].lower:
-                        self._together(places, whole)
-                    else:
-                        self._alone(places, upto)
+                for _ in range(min(SLICE, len(todo))):
+                    self._look(todo, whole)
             time.sleep(PAUSE)
 
-    def _together(self, places: list[_Branching], whole: bool) -> None:
-        """Memory's next branch, and the lower tree's that begins like it: what is one span in both
-        is a row."""
-        place = places[-1]
-        at, memory = place.at, _covering(place.memory.pop(), place.at)
-        if place.met is None:
-            found = (_covering(node, at) for node in place.lower)
-            place.met = {_edge(node, at, whole): node for node in found if node is not None}
-        met = place.met.pop(_edge(memory, at, whole), None) if memory is not None else None
-        if not (place.memory and place.met):
-            place.lower, place.met = list(place.met.values()), None
-        if memory is None:
+    def _look(self, todo: list[Branch], whole: bool) -> None:
+        """Note the last branch, as far as both trees agree, and put what follows in its place."""
+        row, at, memory, lower = todo.pop()
+        memory, lower = _covering(memory, at), _covering(lower, at)
+        keys = [node.key[(at - node.start) * WIDTH :] for node in (memory, lower) if node]
+        if not keys:
             return
-        lower = _covering(met, at) if met is not None else None
-        key = _from(memory, at)
-        if lower is not None:
-            other = _from(lower, at)
-            if key != other:
-                key = key[: agreement(key, other) * WIDTH]
-        row = self._note(place.row, key, at, memory, lower)
-        end = at + len(key) // WIDTH
-        further, below = _after(memory, end), _after(lower, end)
-        if further or below:
-            places.append(_Branching(row, end, further, below))
+        key = keys[0] if keys[0] == keys[-1] else keys[0][: agreement(*keys) * WIDTH]
+        row = self._note(Branch(row, at, memory, lower), key)
+        todo += _branches(row, at + len(key) // WIDTH, memory, lower, whole=whole)
 
-    def _alone(self, places: list[_Branching], upto: int) -> None:
-        """Note what one tree goes on with alone: most nodes pass here, so next to nothing is called
-        for each."""
-        place, keys, cells = places[-1], self.keys, self.cells
-        is_lower = not place.memory
-        nodes, pack = (place.lower, LOWER) if is_lower else (place.memory, UPPER)
-        while nodes and len(keys) < upto:
-            row, at, node = place.row, place.at, nodes.pop()
-            while True:  # down to where it parts
-                key = node.key
-                if node.start != at or node.parent is None:
-                    # Split or removed meanwhile, or the other tier has only its beginning.
-                    found = _covering(node, at)
-                    if found is None:
-                        break
-                    node, key = found, _from(found, at)
-                    row = self._note(row, key, at, *((None, node) if is_lower else (node, None)))
-                else:
-                    rows, window, checkpoint = node.rows, node.window, node.checkpoint
-                    cells += pack(
-                        row,
-                        node.number,
-                        0,
-                        at,
-                        len(key) // WIDTH,
-                        KIND[checkpoint.kind] if checkpoint is not None else 0,
-                        node.hits,
-                        node.last_used,
-                        rows.nbytes if rows is not None else 0,
-                        window.nbytes if window is not None else 0,
-                        checkpoint.nbytes if checkpoint is not None else 0,
-                    )
-                    row = len(keys)
-                    keys.append(key)
-                at += len(key) // WIDTH
-                if node.only is None or len(keys) >= upto:
-                    break
-                node = node.only
-            if node.parent is not None and node.children:
-                further = list(node.children.values())
-                places.append(_Branching(row, at, *(([], further) if is_lower else (further, []))))
-                return
-        if not nodes:
-            places.pop()
-
-    def _note(
-        self,
-        parent: int,
-        key: bytes,
-        at: int,
-        memory: Node | None = None,
-        lower: Node | None = None,
-    ) -> int:
+    def _note(self, branch: Branch, key: bytes) -> int:
+        """Add a row that begins a branch. Returns its number."""
+        parent, at, memory, lower = branch
         tokens = len(key) // WIDTH
-        end = at + tokens
-        node = memory or lower
-        kind, name, seen = 0, (0, 0), (0, 0)
-        if node is not None:
-            used = node.last_used if memory is not None else node.last_used // self.below.second
-            name, seen = (node.number, at - node.start), (node.hits, used)
-            if node.checkpoint is not None and node.end == end:
-                kind = KIND[node.checkpoint.kind]
-            elif lower is not None and lower.checkpoint is not None and lower.end == end:
-                kind = KIND[lower.checkpoint.kind]
-        held = _held(memory, at, end) + _held(lower, at, end)
-        self.cells += PACKED(parent, *name, at, tokens, kind, *seen, *held)
+        number = part = kind = hits = last_used = 0
+        held = [_held(node, at, at + tokens) for node in (memory, lower)]
+        for node, unit in ((lower, self.below.second), (memory, 1)):  # memory's last: it counts
+            if node is not None:
+                number, part = node.number, at - node.start
+                hits, last_used = node.hits, node.last_used // unit
+                if node.checkpoint is not None and node.end == at + tokens:
+                    kind = KIND[node.checkpoint.kind]
+        seen = (kind, hits, last_used)
+        self.cells += PACKED(parent, number, part, at, tokens, *seen, *held[0], *held[1])
         self.keys.append(key)
         return len(self.keys) - 1
 
@@ -320,22 +237,29 @@ def _sizes(parents: list[int]) -> Column:
     return np.array(sizes, np.int64)
 
 
-def _covering(node: Node, at: int) -> Node | None:
-    """The node that has the tokens from `at` on, where `node` did when it was put aside."""
-    found: Node | None = node
-    while found is not None and found.start > at:
-        found = found.parent
-    return found if found is not None and found.parent is not None else None
+def _covering(node: Node | None, at: int) -> Node | None:
+    """The node that has the tokens from `at` on, where `node` did when it was put aside: it may
+    have been split or removed meanwhile."""
+    while node is not None and node.start > at:
+        node = node.parent
+    return node if node is not None and node.parent is not None else None
 
 
-def _from(node: Node, at: int) -> bytes:
-    return node.key[(at - node.start) * WIDTH :] if at > node.start else node.key
+def _branches(
+    row: int, at: int, memory: Node | None, lower: Node | None, *, whole: bool
+) -> list[Branch]:
+    """The ways on from a position at the end of a row. Those of two trees go together where they
+    begin alike: chunks are whole, spans begin with different tokens."""
+    if lower is None:
+        return [Branch(row, at, node, None) for node in _after(memory, at)]
 
+    def edge(node: Node) -> bytes:
+        key = node.key[max(at - node.start, 0) * WIDTH :]
+        return key if whole else key[:WIDTH]
 
-def _edge(node: Node, at: int, whole: bool) -> bytes:
-    """What tells branches apart: chunks are whole, spans begin with different tokens."""
-    key = _from(node, at)
-    return key if whole else key[:WIDTH]
+    below = {edge(node): node for node in _after(lower, at)}
+    found = [Branch(row, at, node, below.pop(edge(node), None)) for node in _after(memory, at)]
+    return found + [Branch(row, at, None, node) for node in below.values()]
 
 
 def _after(node: Node | None, at: int) -> list[Node]:
@@ -353,9 +277,8 @@ def _held(node: Node | None, start: int, stop: int) -> tuple[int, int, int]:
     window = node.window.nbytes if node.window is not None else 0
     if stop - start != node.length:
         rows, window = (n * (stop - start) // node.length for n in (rows, window))
-    checkpoint = node.checkpoint
-    at_end = checkpoint is not None and node.end == stop
-    return rows, window, checkpoint.nbytes if checkpoint is not None and at_end else 0
+    state = node.checkpoint if node.end == stop else None
+    return rows, window, state.nbytes if state is not None else 0
 
 
 def survey_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -35,19 +36,13 @@ def grid(stop: int, chunk: int, durable: Iterable[int] = ()) -> list[int]:
     tokens otherwise. It depends on what lies before it only: a longer prompt never moves it.
     """
     cuts: list[int] = []
+    boundaries = sorted(durable)
     last = 0
-    boundaries = sorted(set(durable))
-    i = 0
-    while True:
-        while i < len(boundaries) and boundaries[i] < last + APART:
-            i += 1
-        last += chunk
-        if i < len(boundaries) and boundaries[i] < last:
-            last = boundaries[i]
-        if last >= stop:
-            break
-        cuts.append(last)
-    return [*cuts, stop] if stop > 0 else []
+    while last < stop:
+        following = bisect_left(boundaries, last + APART)
+        last = min([last + chunk, *boundaries[following : following + 1]])
+        cuts.append(min(last, stop))
+    return cuts
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class Divider:
     chunk: int
     placement: Placement
     checkpoints: bool
-    """Whether the model needs any: where rows hold everything, none is taken."""
+    """False where rows hold everything, so no checkpoint is taken."""
     limit: int = FAR
     """In `fast`, the position beyond which nothing is stored: see `positions.py`. It is a cut of
     each prompt that crosses it, and the cuts behind it depend on nothing else. So no stored row is
@@ -71,7 +66,7 @@ class Divider:
         return grid(tokens - 1, self.chunk, (b.position for b in boundaries if b.durable))
 
     def cuts(self, shape: Shape, own_cuts: list[int]) -> list[Cut]:
-        """Where prefill stops, and what is taken there."""
+        """Give the positions at which prefill stops, and the checkpoints to take there."""
         for boundary in shape.boundaries:
             if boundary.kind is not None and boundary.kind not in WEIGHTS:
                 raise InvalidOption(

@@ -1,4 +1,4 @@
-"""What was evicted, remembered as hashes of prefixes: enough to say so, in a bounded space.
+"""Evicted prefixes, remembered by their hashes: enough to say so, in a bounded space.
 
 The hash of a prefix is a sum over its tokens, each mixed with its position. So one pass over a
 prompt gives the hashes of all its prefixes, and a node's hash is its parent's with its own span's.
@@ -28,21 +28,21 @@ Hashes = npt.NDArray[np.uint64]
 
 
 class Lost(NamedTuple):
-    """How far a prompt was once held, and the last position that could be resumed at."""
+    """The part of a prompt that was once held, and the last position that could be resumed at."""
 
     held: int = 0
     resume: int = 0
 
 
 class EvictedIndex:
-    """Marks of what memory let go of. The oldest are overwritten."""
+    """Marks of what was evicted from memory. The oldest are overwritten."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._hash = np.zeros(capacity, np.uint64)
         self._position = np.zeros(capacity, np.int64)
         self._resumable = np.zeros(capacity, np.bool_)
         self._count = 0
-        # Chosen anew in every process: nobody can make two prompts look alike.
+        # They are chosen anew in every process, so no client can make two prompts look alike.
         self._secrets = [np.uint64(secrets.randbits(64) | 1) for _ in range(ROUNDS)]
 
     @property
@@ -50,7 +50,8 @@ class EvictedIndex:
         return self._hash.nbytes + self._position.nbytes + self._resumable.nbytes
 
     def note(self, item: Item, *, resumable: bool) -> None:
-        """An item is about to go. `resumable`: any position of a span could be resumed at."""
+        """Note an item that is about to go. `resumable` says that a prompt could be resumed at any
+        position of a span."""
         node = item.node
         if item.what == "leaf" and node.parent is not None:
             inside = range(node.start // GRAIN * GRAIN + GRAIN, node.end, GRAIN)
@@ -62,7 +63,7 @@ class EvictedIndex:
             self._add(last, np.array([node.end], np.int64), True)
 
     def look(self, prompt: Tokens, node: Node) -> Lost:
-        """What of a prompt was held and is gone, beyond a node that it goes through."""
+        """Find how much of a prompt was held and is gone, beyond a node that it goes through."""
         start = node.end
         position = self._position[: min(self._count, len(self._hash))]
         within = np.flatnonzero((position > start) & (position <= len(prompt)))

@@ -115,7 +115,7 @@ def _path_from(node: Node, begin: int) -> bytes:
 
 
 def _missed(walk: Walk, data: bytes, length: int, resume: int, limit: int) -> Reason | None:
-    """What costs most: that the tree goes on otherwise, or that it cannot be resumed further on.
+    """The reason that costs most: the tree goes on otherwise, or it cannot be resumed further on.
     A prompt that goes on where the tree ends has missed nothing there."""
     node, shared = walk
     if not shared:

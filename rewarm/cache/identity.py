@@ -18,11 +18,11 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import xxhash
 from mlx.nn.layers.base import Module
@@ -33,7 +33,8 @@ from rewarm.accel import blas, replace
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 NOT_COMPUTED_WITH = frozenset({"_no_grad", "rewarm_source"})
-"""Attributes of a module that say how it is trained, and where it was loaded from."""
+"""Attributes of a module that its results do not depend on: how it is trained, and where it was
+loaded from."""
 
 NOT_FOLLOWED = frozenset({*sys.stdlib_module_names, "numpy", "transformers", "torch", "rewarm"})
 """Packages whose functions are described by their names."""
@@ -64,7 +65,7 @@ class Description:
     def identity(self, execution: str) -> str:
         """Digest all bytes. This reads every array, at about the speed of memory.
 
-        The weights' digest comes first, so that it can be told which namespaces are of one model.
+        The weights' digest comes first: it shows which namespaces are of one model.
         """
         with ThreadPoolExecutor(HASHERS, "rewarm-identity") as pool:
             digests = list(pool.map(_array_digest, self.arrays))
@@ -76,14 +77,14 @@ class Description:
 
 
 def execution(*, exact: bool, chunk: int) -> str:
-    """What executes a model: versions and the kind of device.
+    """Describe what executes a model: versions, and the kind of device.
 
-    In `exact` also whatever changes the bits of a result on this device.
+    In `exact` it also covers whatever changes the bits of a result on this device.
     """
     cpu = mx.default_device() == mx.cpu
     parts: list[object] = [
-        _version("mlx"),
-        _version("mlx-lm"),
+        f"mlx {getattr(mx, '__version__', 'unknown')}",
+        f"mlx-lm {mlx_lm.__version__}",
         _kernels_digest(),
         "cpu" if cpu else "metal" if mx.metal.is_available() else "cuda",
     ]
@@ -106,16 +107,15 @@ Slot = tuple[int, str]
 class Watch:
     """The objects that a model's modules hold, to notice cheaply when one is replaced.
 
-    It does not see an edit in place. It keeps nothing alive: replaced weights can go.
+    It does not see an edit in place. It holds weak references, so replaced weights can be freed.
     """
 
     def __init__(self, model: Any, besides: Collection[Slot] = ()) -> None:
-        """`besides`: slots that may change. A memo that is still to be filled may, too."""
+        """The slots in `besides` may change, and so may a memo that is still to be filled."""
         modules = [(module, dict(_values(module))) for module in modules_of(model)]
-        memos = {
-            (i, n) for i, (_, held) in enumerate(modules) for n in held if _is_memo(n, held[n])
-        }
-        self.besides = memos.union(besides)
+        self.besides = set(besides)
+        for i, (_, held) in enumerate(modules):
+            self.besides |= {(i, name) for name, value in held.items() if _is_memo(name, value)}
         self._held = [
             (weakref.ref(module), {name: _ref(value) for name, value in held.items()})
             for module, held in modules
@@ -143,9 +143,9 @@ def run_once(model: Any, blank: Callable[[], list[Any]]) -> None:
 
 
 def keeps_memos(model: Any) -> bool:
-    """Whether a model has yet to fill what it computes once from its parameters and keeps.
+    """True where a model has yet to fill what it computes once from its parameters and keeps.
 
-    Its identity after it has run would be another one.
+    Its identity is another one after it has run.
     """
     return any(_is_memo(*item) for module in modules_of(model) for item in vars(module).items())
 
@@ -178,13 +178,13 @@ def _ref(value: Any) -> Any:
 
 
 def evaluate(model: Any) -> None:
-    """Evaluate every array that can be reached from a model, and not only its parameters: what is
-    lazy belongs to the stream, and so to the thread, that it was made in."""
+    """Evaluate every array that can be reached from a model, and not only its parameters: a lazy
+    array belongs to the stream, and so to the thread, that it was made in."""
     Description.of(model)
 
 
 class _Describer:
-    """Writes a line for each object that it is told to note, and for each that these hold.
+    """Writes a line for each object that it is given, and for each that these hold.
 
     An object is named by the order in which it was met, so sharing and cycles cost nothing, and
     equal models give equal lines.
@@ -202,12 +202,12 @@ class _Describer:
     def lines(self) -> Iterator[str]:
         for number, thing in enumerate(self._todo):  # grows meanwhile
             yield f"#{number} " + " ".join(self._parts(thing))
-        # For what objects do not show, such as the source of a GPU kernel.
+        # Files cover what objects do not show, such as the source of a GPU kernel.
         for name in sorted(self._files):
             yield f"file {name} {_file_digest(name)}"
 
     def note(self, thing: Any) -> str:
-        """A plain value as it is, anything else by its number."""
+        """Name an object in a line: a plain value as it is, anything else by its number."""
         if type(thing) in PLAIN:
             return f"{type(thing).__name__}:{thing!r}"
         if isinstance(thing, types.FunctionType):
@@ -234,17 +234,13 @@ class _Describer:
             yield f"module {thing.__name__}"
         elif hasattr(thing, "__code__") and not isinstance(thing, types.MethodType):
             yield from self._function(thing)
-        elif isinstance(thing, (list, tuple)):
+        elif isinstance(thing, (list, tuple, dict)):
             yield self.note(kind)
-            yield from map(self.note, thing)
+            yield from self._items(thing) if isinstance(thing, dict) else map(self.note, thing)
             yield from self._attributes(thing)
         elif isinstance(thing, (set, frozenset)):
             yield self.note(kind)
             yield from sorted(map(repr, thing))
-        elif isinstance(thing, dict):
-            yield self.note(kind)
-            yield from self._items(thing)
-            yield from self._attributes(thing)
         elif isinstance(thing, types.MethodType):
             yield f"method {self.note(thing.__func__)} of {self.note(thing.__self__)}"
         elif isinstance(thing, functools.partial):
@@ -260,11 +256,9 @@ class _Describer:
 
     def _items(self, thing: dict[Any, Any]) -> Iterator[str]:
         if all(isinstance(key, str) for key in thing):
-            for key in sorted(thing):
-                yield f"{key}={self.note(thing[key])}"
+            yield from (f"{key}={self.note(thing[key])}" for key in sorted(thing))
         else:
-            for key, value in thing.items():
-                yield f"{self.note(key)}={self.note(value)}"
+            yield from (f"{self.note(key)}={self.note(value)}" for key, value in thing.items())
 
     def _attributes(self, thing: Any) -> Iterator[str]:
         held = dict(getattr(thing, "__dict__", None) or {})
@@ -274,8 +268,8 @@ class _Describer:
                 if not name.startswith("__") and hasattr(thing, name):
                     held[name] = getattr(thing, name)
         if isinstance(thing, Module) and id(thing) not in self._own:
-            # A function's default, say, which every model of the process shares: another model's
-            # `eval()` sets its flag.
+            # A function's default, for example, is shared by every model of the process: another
+            # model's `eval()` sets its flag.
             held.pop("_training", None)
         for name in sorted(held.keys() - NOT_COMPUTED_WITH):
             yield f".{name}={self.note(held[name])}"
@@ -301,7 +295,7 @@ class _Describer:
                 yield f".{name}={self.note(value) if _is_constant(value) else _name(value)}"
 
     def _function(self, thing: Any) -> Iterator[str]:
-        """A function's code, and what it computes with: defaults, closure, globals that it names.
+        """Describe a function by its code, its defaults, its closure and the globals it names.
 
         The code is what the interpreter runs, not a source file, which may have changed since.
         """
@@ -348,9 +342,9 @@ def _is_code(value: Any) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a global or class attribute is data that code computes with.
+    """True where a global or class attribute is data that code computes with.
 
-    Instances are left out: some count, or remember what was computed.
+    Instances are left out: some of them count, or remember what was computed.
     """
     if isinstance(value, (list, tuple, set, frozenset)):
         return all(map(_is_constant, value))
@@ -361,22 +355,16 @@ def _is_constant(value: Any) -> bool:
 
 def _names(code: types.CodeType) -> set[str]:
     """The names that a function looks up, in it and in the functions that it defines."""
-    found = set(code.co_names)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            found |= _names(const)
-    return found
+    inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _code_digest(code: types.CodeType) -> str:
-    consts = [
-        _code_digest(c)
-        if isinstance(c, types.CodeType)
-        else repr(sorted(map(repr, c)))
-        if isinstance(c, frozenset)
-        else repr(c)
-        for c in code.co_consts
-    ]
+    consts = []
+    for const in code.co_consts:
+        nested = isinstance(const, types.CodeType)
+        plain = sorted(map(repr, const)) if isinstance(const, frozenset) else const
+        consts.append(_code_digest(const) if nested else repr(plain))
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     text = repr((consts, names, counts, getattr(code, "co_exceptiontable", b"")))
@@ -397,13 +385,6 @@ def _array_digest(array: mx.array) -> bytes:
 
 def _digest(array: np.ndarray[Any, Any]) -> str:
     return xxhash.xxh3_128(array.reshape(-1).view(np.uint8).data).hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return f"{package} unknown"
 
 
 @functools.cache

@@ -26,7 +26,7 @@ class SpanKind(Protocol):
 
     @property
     def kept(self) -> int:
-        """How many of the very first rows are needed at every position."""
+        """The number of very first rows that are needed at every position."""
 
     def held(self, cache: Any, position: int) -> int:
         """The first row from which `cache`, at `position`, holds every row (beside `kept`)."""

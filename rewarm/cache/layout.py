@@ -12,52 +12,39 @@ from .layer_kinds import Group, Rotating, SpanKind, StateKind, kind_of, leaves, 
 from .payload import PackedState, Packing, Rows, join, state_bytes
 
 SpanGroup = Literal["rows", "window"]
-SPAN_GROUPS: tuple[SpanGroup, ...] = ("rows", "window")
+
+FAR = 1 << 40
+"""A position beyond the reach of every window."""
 
 
 class Layout:
-    """What a model's prompt cache is made of. Not every layer has a cache, and some have two."""
+    """The layers of a model's prompt cache. Not every layer has a cache, and some have two."""
 
     def __init__(self, blank: list[Any]) -> None:
-        kinds = [kind_of(c) for c in leaves(blank)]
-        self.unknown = sorted(
-            {type(c).__name__ for c, k in zip(leaves(blank), kinds, strict=True) if k is None}
-        )
-        self.kinds = kinds
+        caches = leaves(blank)
+        self.kinds = [kind_of(cache) for cache in caches]
+        pairs = zip(caches, self.kinds, strict=True)
+        self.unknown = sorted({type(cache).__name__ for cache, kind in pairs if kind is None})
+        self.reusable = bool(self.kinds) and not self.unknown
         self.groups: dict[Group, list[int]] = {"rows": [], "window": [], "state": []}
-        for i, kind in enumerate(kinds):
+        """The places of the layers of each group among all."""
+        for i, kind in enumerate(self.kinds):
             if kind is not None:
                 self.groups[kind.group].append(i)
-
-    @property
-    def reusable(self) -> bool:
-        return bool(self.kinds) and not self.unknown
-
-    @property
-    def has_rows(self) -> bool:
-        return bool(self.groups["rows"])
-
-    @property
-    def has_window(self) -> bool:
-        return bool(self.groups["window"])
-
-    @property
-    def has_state(self) -> bool:
-        return bool(self.groups["state"])
-
-    @property
-    def kept(self) -> int:
+        self.has_rows = bool(self.groups["rows"])
+        self.has_window = bool(self.groups["window"])
+        self.has_state = bool(self.groups["state"])
+        windows = [kind for _, kind in self._spans("window")]
+        self.kept = max((kind.kept for kind in windows), default=0)
         """Rows at the very start that every window needs at every position."""
-        return max((k.kept for _, k in self._spans("window")), default=0)
+        lengths = [FAR - kind.reach(FAR) for kind in windows]
+        self.longest_window = max(lengths, default=0)
+        self.shortest_window = min(lengths, default=0)
+        """After this many single steps the first window begins to be overwritten."""
 
     def reach(self, position: int) -> int:
         """The first window row needed to go on from `position`."""
         return min((k.reach(position) for _, k in self._spans("window")), default=position)
-
-    @property
-    def longest_window(self) -> int:
-        far = 1 << 40
-        return far - self.reach(far)
 
     def held(self, caches: list[Any], position: int) -> int:
         """The first row from which every window of a running cache holds all rows."""
@@ -65,16 +52,10 @@ class Layout:
         windows = [(found[i], k) for i, k in self._spans("window") if found[i].keys is not None]
         return max((k.held(cache, position) for cache, k in windows), default=0)
 
-    @property
-    def shortest_window(self) -> int:
-        """After this many single steps the first of them begins to be overwritten."""
-        far = 1 << 40
-        return min((far - k.reach(far) for _, k in self._spans("window")), default=0)
-
     def stands_at(self, caches: list[Any], position: int) -> bool:
-        """Whether a running cache has seen just this many tokens, as far as it can tell."""
+        """True where a running cache has seen just this many tokens, as far as it can tell."""
         found = leaves(caches)
-        spans = [found[i] for group in SPAN_GROUPS for i, _ in self._spans(group)]
+        spans = [found[i] for i in (*self.groups["rows"], *self.groups["window"])]
         return all(c.offset == position for c in spans if c.keys is not None)
 
     def settle(self, caches: list[Any]) -> None:
@@ -85,7 +66,7 @@ class Layout:
                 kind.settle(found[i])
 
     def packing(self, group: SpanGroup, caches: list[Any], start: int, stop: int) -> Packing:
-        """How the rows of a span would be packed; copies nothing."""
+        """Say how the rows of a span would be packed. Copies nothing."""
         return Packing.of(self._read(group, caches, start, stop))
 
     def pack(self, group: SpanGroup, caches: list[Any], start: int, stop: int) -> Rows:
@@ -110,7 +91,7 @@ class Layout:
         position: int,
         headroom: int,
     ) -> list[Any]:
-        """A prompt cache at `position`, with room for `headroom` more tokens.
+        """Build a prompt cache at `position`, with room for `headroom` more tokens.
 
         Raises where anything is missing or of another form: the caller then starts cold.
         """

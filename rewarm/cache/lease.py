@@ -43,7 +43,7 @@ class Lease:
         self.data = encode(tokens)
         self.caches = caches
         self.logits: mx.array | None = None
-        """What follows the last token, where prefill went through that, too."""
+        """The logits after the last token, where prefill went through that, too."""
         self.cost = cost
         """The match, and what it took so far: nothing is computed yet."""
         self.position = cost.match.resume

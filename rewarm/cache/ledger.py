@@ -11,7 +11,7 @@ KINDS = ("rows", "window", "checkpoint", "index")
 
 @dataclass
 class Held:
-    """What trees hold together."""
+    """The sums over everything that trees hold."""
 
     kinds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     """Bytes by kind. `index` is the tree itself, in ordinary memory."""

@@ -19,7 +19,7 @@ from .ledger import Held, Ledger
 from .pins import Pin, Pins
 from .retention import Evictor
 from .tree import NODE_BYTES, ChunkTree, Node, Payload, Tree
-from .worth import Item, Retention
+from .worth import Appraiser, Item, Retention
 
 log = logging.getLogger("rewarm")
 
@@ -48,8 +48,7 @@ class Memory:
             policy,
             ledger,
             lambda: self.clock,
-            reach=layout.longest_window,
-            stateful=layout.has_state,
+            Appraiser(layout.longest_window, layout.has_state),
             on_evict=self._evicting,
         )
         self.offer: Callable[[Item], None] | None = None
@@ -59,9 +58,9 @@ class Memory:
         self._resumable = not layout.has_state
 
     def tree(self, namespace: Namespace, *, keep: bool = True) -> Tree:
-        """The tree of a namespace: an empty one where there is none. It is kept if `keep` says so.
+        """The tree of a namespace. Where there is none it is an empty one, which `keep` adds.
 
-        Empty ones that nothing pins are dropped now and then, or salts would pile up."""
+        Empty trees that no pin uses are dropped now and then, or salts would pile up."""
         found = self.trees.get(namespace) or self._tree_kind(namespace)
         if keep and namespace not in self.trees:
             if len(self.trees) >= self._most:

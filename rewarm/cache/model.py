@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,10 @@ MakeCaches = Callable[[], list[Any]]
 
 
 def vocabulary_size(model: Any) -> int | None:
-    """How many tokens a model knows: by its arguments, or else by its token embedding.
+    """The number of tokens that a model knows, by its arguments or else by its token embedding.
 
     It matters: MLX does not check, and a token beyond the embedding reads foreign memory.
     """
-
     size = _argument(model, "vocab_size")
     if size is not None:
         return size
@@ -38,7 +37,7 @@ def context_size(model: Any) -> int:
 
 
 def most_heads(model: Any) -> int:
-    """How many heads a layer has at most, by the model's arguments."""
+    """The number of heads of a layer at most, by the model's arguments."""
     names = ("num_attention_heads", "num_heads", "n_heads", "n_head")
     return max((n for n in (_argument(model, name) for name in names) if n), default=64)
 
@@ -91,15 +90,12 @@ def cache_maker(
 
 def _argument(model: Any, name: str) -> int | None:
     """A size by a model's arguments, or by those of its text part."""
-
-    def sizes(args: Any) -> Iterator[Any]:
-        named = args if isinstance(args, dict) else getattr(args, "__dict__", {})
-        yield named.get(name)
-        if "text_config" in named:
-            yield from sizes(named["text_config"])
-
     for where in ("args", "config"):
-        for size in sizes(getattr(model, where, None)):
+        args = getattr(model, where, None)
+        while args is not None:
+            named = args if isinstance(args, dict) else getattr(args, "__dict__", {})
+            size = named.get(name)
             if isinstance(size, int) and size > 0:
                 return size
+            args = named.get("text_config")
     return None

@@ -29,7 +29,7 @@ def available() -> bool:
 
 
 def unfilled(*shape: int) -> mx.array:
-    """Bytes with whatever was in memory before: whoever asks fills all of them."""
+    """An array of bytes with whatever was in memory before. The caller fills all of them."""
     size = int(np.prod(shape))
     if not available() or not size:
         return mx.zeros(shape, mx.uint8)
@@ -74,7 +74,7 @@ class _Nothing:
 
 
 def _advise(memory: npt.NDArray[Any]) -> None:
-    """A wish: where it is not granted, the pages are small."""
+    """Ask for large pages. Where the system declines, the pages are small."""
     first = -(-memory.ctypes.data // LARGE) * LARGE
     last = (memory.ctypes.data + memory.nbytes) // LARGE * LARGE
     if last > first:

@@ -1,4 +1,4 @@
-"""What the tree holds, packed into few arrays that nobody else can reach.
+"""Payloads of the tree, packed into few arrays that nothing else refers to.
 
 MLX limits the number of buffers as well as their bytes, and a slice keeps its whole parent alive.
 So everything here is a fresh copy, evaluated at once, with all layers of a kind stacked into one
@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -55,12 +55,12 @@ def longest_segment() -> int:
 
 
 def allocated(nbytes: int) -> int:
-    """What MLX's allocator takes for an array: exact on a CPU, whole pages on a GPU."""
-    if mx.default_device() == mx.cpu:
+    """The bytes that MLX's allocator takes for an array: exact on a CPU, whole pages on a GPU."""
+    if mx.default_device() == mx.cpu or not nbytes:
         return nbytes
     page = 16384
     if nbytes < page:
-        return 1 << max(nbytes - 1, 0).bit_length()
+        return 1 << (nbytes - 1).bit_length()
     return -(-nbytes // page) * page
 
 
@@ -72,11 +72,11 @@ class RowShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """How the row arrays of all layers lie in the packed ones. Equal packings can be joined."""
+    """The places of all layers' row arrays in the packed ones. Equal packings can be joined."""
 
     shapes: tuple[RowShape, ...]
     counts: tuple[int, ...]
-    """How many of the arrays are each layer's; none for a cache that the model never uses."""
+    """The number of each layer's arrays; none for a cache that the model never uses."""
 
     @staticmethod
     def of(layers: Sequence[Sequence[mx.array]]) -> Packing:
@@ -98,7 +98,7 @@ class Packing:
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
-        """Where an array lies: its group, and its first head in it."""
+        """The place of each array: its group, and its first head in it."""
         found: dict[int, tuple[int, int]] = {}
         for g, group in enumerate(self.groups):
             heads = accumulate((self.shapes[i].heads for i in group), initial=0)
@@ -107,22 +107,16 @@ class Packing:
 
     @cached_property
     def packed(self) -> list[RowShape]:
-        """What the stacked arrays are, group by group."""
+        """The shapes of the stacked arrays, group by group."""
         groups = ([self.shapes[i] for i in group] for group in self.groups)
         return [RowShape(sum(s.heads for s in g), g[0].width, g[0].dtype) for g in groups]
 
     def nbytes(self, tokens: int) -> int:
         """The bytes that this many tokens will take once packed."""
-        if not tokens:
-            return 0
         longest = longest_segment()
         whole, rest = divmod(tokens, longest)
-        total = 0
-        for group in self.groups:
-            row = sum(self.shapes[i].heads * self.shapes[i].width for i in group)
-            size = row * self.shapes[group[0]].dtype.size
-            total += whole * allocated(size * longest) + (allocated(size * rest) if rest else 0)
-        return total
+        sizes = [heads * width * dtype.size for heads, width, dtype in self.packed]
+        return sum(whole * allocated(n * longest) + allocated(n * rest) for n in sizes)
 
     def buffers(self, tokens: int) -> int:
         return -(-tokens // longest_segment()) * len(self.groups)
@@ -160,20 +154,20 @@ class Segment:
         return Segment(start, stop, tuple(detached([x[:, :, a:b]], HEADS) for x in self.arrays))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
     """The rows of a span, for all layers of a group."""
 
     packing: Packing
     segments: tuple[Segment, ...]
-    nbytes: int = field(init=False)
-    buffers: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        # Asked for at every look for room, so worked out once.
-        arrays = [a for s in self.segments for a in s.arrays]
-        object.__setattr__(self, "nbytes", sum(allocated(a.nbytes) for a in arrays))
-        object.__setattr__(self, "buffers", len(arrays))
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(allocated(a.nbytes) for s in self.segments for a in s.arrays)
+
+    @property
+    def buffers(self) -> int:
+        return sum(len(segment.arrays) for segment in self.segments)
 
     @property
     def start(self) -> int:
@@ -310,17 +304,16 @@ class ArraySlot(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedState:
     """A value made of arrays, numbers, texts and containers of these, at one position."""
 
     skeleton: Any
     arrays: tuple[mx.array, ...]
-    nbytes: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        # As with rows: it is asked for often, and never changes.
-        object.__setattr__(self, "nbytes", sum(allocated(a.nbytes) for a in self.arrays))
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(allocated(array.nbytes) for array in self.arrays)
 
     @property
     def buffers(self) -> int:

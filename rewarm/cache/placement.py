@@ -21,8 +21,8 @@ WEIGHTS: dict[str, float] = {
     "answer": 1.0,
     "sparse": 4.0,
 }
-"""How likely a checkpoint of each kind is asked for again, against the end of a prompt. A sparse
-one is where a chat goes on whose end had to go."""
+"""The likelihood that a checkpoint of each kind is asked for again, against the end of a prompt. A
+chat whose end was evicted goes on from a sparse one."""
 
 
 class Point(NamedTuple):
@@ -32,7 +32,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """What placement is told of a prompt whose last token is left to the first decode step."""
+    """A prompt as placement sees it. Its last token is left to the first decode step."""
 
     stop: int
     resume: int = 0
@@ -43,7 +43,7 @@ class Shape:
 
 class Placement(Protocol):
     def points(self, shape: Shape) -> list[Point]:
-        """Where to take checkpoints, in order, between `shape.resume` and `shape.stop`."""
+        """Choose where to take checkpoints, in order, between `shape.resume` and `shape.stop`."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ MARGIN = 16
 """A number that a module holds may be its limit, give or take a few tokens."""
 
 TOLERANCE = 1e-3
-"""Of the input. The first token beyond the limit of dynamic NTK turns a row by 0.03 or more."""
+"""The largest difference between rows that count as the same, as a share of the input. The first
+token beyond the limit of dynamic NTK turns a row by 0.03 or more."""
 
 WIDTHS = (64, 128, 256, 512)
 """Head sizes to try where a module does not hold its own."""
@@ -141,7 +142,7 @@ class _Probe:
         return None
 
     def agrees(self, stop: int) -> bool:
-        """Whether rows of one call that ends at `stop` are those of calls for each alone."""
+        """True where the rows of one call that ends at `stop` are those of calls for each alone."""
         start = max(0, stop - self.heads - 2 * MARGIN)
         together = self._call(start, stop)
         apart = [

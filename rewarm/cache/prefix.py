@@ -305,7 +305,7 @@ class PrefixCache(CacheCore):
             heap.give_back()
 
     def close(self) -> None:
-        """Flush, and let go of everything. Lower tiers keep what they have for the next process."""
+        """Flush, and free everything. Lower tiers keep what they have for the next process."""
         with self._lock:
             if self._closed:
                 return

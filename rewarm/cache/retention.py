@@ -82,8 +82,7 @@ class Evictor:
     policy: Retention
     ledger: Ledger
     clock: Callable[[], int]
-    reach: int = 0
-    stateful: bool = False
+    appraiser: Appraiser
     on_evict: Callable[[Item], None] | None = None
     """Told of an item that is about to go, with all it holds."""
     by_request: bool = True
@@ -111,9 +110,6 @@ class Evictor:
     @property
     def evictions(self) -> int:
         return self.evicted.total()
-
-    def __post_init__(self) -> None:
-        self._appraiser = Appraiser(self.reach, self.stateful)
 
     def make_room(self, nbytes: int = 0, buffers: int = 0, *, only_warm: bool = False) -> bool:
         """Evict until so much more fits; False where it does not. `only_warm` takes warm-ahead
@@ -145,7 +141,7 @@ class Evictor:
         found = {id(turn.filed) for heap in self._heaps.values() for turn in heap}
         found.update(map(id, self._leased))
         for node in live - noted.keys():
-            for what in self._appraiser.kinds(node):
+            for what in self.appraiser.kinds(node):
                 if id(self._filed[what].get(node)) not in found:
                     raise BrokenInvariant(f"{what} {node.start} to {node.end} can never go")
         for node in {*self._marked, *itertools.chain(*self._filed.values())} - live - noted.keys():
@@ -178,7 +174,7 @@ class Evictor:
             elif node not in self._marked:
                 self._marked.add(node)
                 near.update(dict.fromkeys(checkpoints_below(node)))  # it has changed what they save
-        if self.reach:
+        if self.appraiser.reach:
             for node in [*near]:
                 near.update(dict.fromkeys(self._windows_before(node)))
         checkpoints: dict[Node, Item] = {}
@@ -187,17 +183,17 @@ class Evictor:
 
     def _windows_before(self, node: Node) -> list[Node]:
         """The nodes with the windows that what is at a node needs, or needed."""
-        near = itertools.takewhile(lambda n: n.end > node.end - self.reach, node.path())
+        near = itertools.takewhile(lambda n: n.end > node.end - self.appraiser.reach, node.path())
         return [above for above in near if above.window is not None]
 
     def _look_at(self, node: Node, checkpoints: dict[Node, Item] | None = None) -> None:
         """File what a node has now. `checkpoints`: as appraised since the tree last changed."""
         if node in self.ledger.noted:  # it will be taken in
             return
-        kinds = self._appraiser.kinds(node)
+        kinds = self.appraiser.kinds(node)
         for what in self._filed:
             if what in kinds:
-                self._file(self._appraiser.item(node, what, checkpoints))
+                self._file(self.appraiser.item(node, what, checkpoints))
             else:
                 self._unfile(node, what)
 
@@ -293,13 +289,13 @@ class Evictor:
         """The item as it is now, where it may go and is what it was when it was filed."""
         node, what = filed.node, filed.what
         assert node is not None
-        if node.parent is None or what not in self._appraiser.kinds(node):
+        if node.parent is None or what not in self.appraiser.kinds(node):
             self._unfile(node, what)
             return None
-        if self._appraiser.is_leased(node, what):
+        if self.appraiser.is_leased(node, what):
             self._leased.append(filed)
             return None
-        item = self._appraiser.item(node, what)
+        item = self.appraiser.item(node, what)
         again = self._as_filed(item)
         if (again.bucket, again.last_used) == (filed.bucket, filed.last_used):
             return item
@@ -321,7 +317,7 @@ class Evictor:
             below = [node]
             for each in below:
                 if len(below) < FARTHEST:
-                    ends = node.end + self.reach
+                    ends = node.end + self.appraiser.reach
                     below += [c for c in each.children.values() if c.start < ends]
             self.ledger.noted.update(dict.fromkeys(below))
         self.evicted[item.what] += 1

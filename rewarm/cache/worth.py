@@ -12,10 +12,10 @@ from .tree import Node
 What = Literal["leaf", "checkpoint", "window"]
 
 UNMARKED_WINDOW = 0.05
-"""How likely a window outside every checkpoint is asked for, against one inside."""
+"""The likelihood that a window outside every checkpoint is asked for, against one inside."""
 
 LEFT_BEHIND = 1 / 8
-"""How likely a chat goes back to a checkpoint that it has left behind, against its last one."""
+"""The likelihood that a chat goes back to a checkpoint it left behind, against its last one."""
 
 WAY_BACK = 1 / 2
 """The same where memory has room for a few chats only: their ends are soon gone then, and they go
@@ -36,7 +36,7 @@ class Item:
     """Tokens that a hit would have to compute again without it."""
     weight: float
     nbytes: int
-    """The bytes that go with it: for a leaf also the rows above that help nobody without it."""
+    """The bytes that go with it: for a leaf also the rows above that are of no use without it."""
     hits: int
     last_used: int
     abandoned: bool = False
@@ -85,7 +85,7 @@ class WorkPerByte(Retention):
     """Work saved per byte, for how likely it is asked for again (docs/retention.md)."""
 
     newcomer = 2.0
-    """The penalty of what nobody has come back to: it is likelier than others to stay so."""
+    """The penalty of what no request has come back to: it is likelier than others to stay so."""
     person = 4.0
     """The penalty of a chat that waits for a person, who takes longer than a tool."""
 
@@ -109,7 +109,7 @@ class Appraiser:
     """The model resumes at checkpoints only."""
 
     def kinds(self, node: Node) -> list[What]:
-        """What of a node there is to evict, leased or not."""
+        """The parts of a node that can be evicted, leased or not."""
         found: list[What] = []
         if not node.children:
             found.append("leaf")
@@ -141,7 +141,7 @@ class Appraiser:
             weight = max(WEIGHTS[checkpoint.kind], 1.0) * checkpoint.hint
             last_used = max(last_used, checkpoint.last_used)
         if self.stateful:
-            # Rows behind the last checkpoint help nobody; those before this one only with it.
+            # Rows behind the last checkpoint are of no use; those before this one only with it.
             saves = 0
             if checkpoint is not None:
                 saves = node.end - resume_before(node)
@@ -260,7 +260,7 @@ def _prompts_below(node: Node) -> list[Node]:
 
 
 def _came_back(node: Node) -> int:
-    """How often the chat that a leaf belongs to came back, as far as the tree tells.
+    """The number of times that a leaf's chat came back, as far as the tree tells.
 
     A chat that goes on adds to its own path. Where several went on from the same place it is a
     system prompt, or a fork, and says nothing of each."""
@@ -273,7 +273,7 @@ def _came_back(node: Node) -> int:
 
 
 def _is_left_behind(node: Node) -> bool:
-    """True where a chat went on from here to a later checkpoint, and nobody else did."""
+    """True where one chat, and no other, went on from here to a later checkpoint."""
     for _ in range(FARTHEST):
         prompts = _prompts_below(node)
         if len(prompts) != 1:

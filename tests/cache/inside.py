@@ -22,8 +22,8 @@ def evict(cache: PrefixCache, what: What, at: int) -> None:
     """Evict one item, whatever retention thinks of it."""
     evictor = cache.memory.evictor
     for node in cache.nodes():
-        if node.end == at and what in evictor._appraiser.kinds(node):
-            evictor._evict(evictor._appraiser.item(node, what))
+        if node.end == at and what in evictor.appraiser.kinds(node):
+            evictor._evict(evictor.appraiser.item(node, what))
             return
     raise AssertionError(f"no {what} at {at}")
 

@@ -83,8 +83,8 @@ def check_that_nothing_hides(evictor: Evictor) -> None:
     """What is filed too low is found and filed again; too high, and it would not be found."""
     for entry in [entry for filed in evictor._filed.values() for entry in filed.values()]:
         assert entry.node is not None
-        if entry.node.parent is not None and entry.what in evictor._appraiser.kinds(entry.node):
-            now = evictor._as_filed(evictor._appraiser.item(entry.node, entry.what))
+        if entry.node.parent is not None and entry.what in evictor.appraiser.kinds(entry.node):
+            now = evictor._as_filed(evictor.appraiser.item(entry.node, entry.what))
             discount = evictor.policy.abandoned_discount(0)
             before, after = (
                 e.worth * discount if e.bucket.abandoned else e.worth for e in (entry, now)
@@ -105,7 +105,7 @@ def test_a_leaf_that_is_left_alone_is_worth_less_for_the_rows_that_go_with_it() 
     leaf: Any = next(node for node in cache.nodes() if not node.children)
     while not leaf.children:
         above = leaf.parent
-        evictor._evict(evictor._appraiser.item(leaf, "leaf"))
+        evictor._evict(evictor.appraiser.item(leaf, "leaf"))
         evictor.take_in()
         leaf = above
     check_that_nothing_hides(evictor)
@@ -138,9 +138,9 @@ def test_the_index_finds_what_a_look_at_everything_finds(profile: Profile, polic
             return float(policy.worth(item) * discount / (1 + crowd / 2 + age))
 
         every = [
-            score(evictor._appraiser.item(node, what))
+            score(evictor.appraiser.item(node, what))
             for node in cache.nodes()
-            for what in evictor._appraiser.kinds(node)
+            for what in evictor.appraiser.kinds(node)
         ]
         check_that_nothing_hides(evictor)
         before = evictor._worst()

@@ -1,9 +1,9 @@
 """A survey of the trees: what every node holds, looked at while requests go on.
 
-The lock is held for a few nodes at a time, and let go in between. So a survey is no instant's
-picture: a node is as it was when it was looked at, and one that is split or removed meanwhile is
-seen before or after that, never in between. Memory's tree and that of the first tier that has trees
-are walked together: where both know a span, it is one row.
+The lock is held for a few nodes at a time. So a survey does not show one instant: a node is as it
+was when it was looked at, and one that is split or removed meanwhile is seen before or after that,
+never in between. Memory's tree and that of the first tier that has trees are walked together: where
+both know a span, it is one row.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Survey:
 
     cells: Column
     size: Column
-    """How many rows a row and all below it are."""
+    """The number of rows that a row and all below it are."""
     keys: list[bytes]
     owners: dict[int, Namespace]
     """The namespaces' own rows."""
@@ -77,7 +77,7 @@ class Survey:
         return found
 
     def name(self, row: int) -> str:
-        """What a row is called from one survey to the next."""
+        """The name of a row, which stays from one survey to the next."""
         number, part = self.cells[row, 1:3].tolist()
         return f"{number}.{part}" if part else str(number)
 
@@ -96,7 +96,7 @@ class Survey:
 
     @cached_property
     def sums(self) -> Column:
-        """What a row and all below it have together, in the columns of `SUMMED`."""
+        """The sums over a row and all below it, in the columns of `SUMMED`."""
         own = np.stack([np.ones(len(self.keys), np.int64), *self._summed()])
         own[0, [0, *self.owners]] = 0
         upto = _upto(own)
@@ -121,14 +121,14 @@ class Children:
 
     rows: Column
     first: Column
-    """Where a row's own begin in `rows`; one more than there are rows."""
+    """The place in `rows` where a row's own begin. It has one entry more than there are rows."""
     upto: Column
     """The sums of all before each of `rows`."""
 
     @staticmethod
     def of(survey: Survey) -> Children:
         parent, sums = survey.column("parent"), survey.sums
-        rows = np.lexsort((-sums[:, SUMMED.index("tokens")], parent))[1:]  # not row 0: nobody's
+        rows = np.lexsort((-sums[:, SUMMED.index("tokens")], parent))[1:]  # row 0 has no parent
         first = np.searchsorted(parent[rows], np.arange(len(parent) + 1))
         return Children(rows, first, _upto(sums.T[:, rows]).T)
 
@@ -230,7 +230,7 @@ def _upto(columns: Column) -> Column:
 
 
 def _sizes(parents: list[int]) -> Column:
-    """How many rows each has below it, with itself: parents come first."""
+    """The number of rows below each row, with itself. Parents come first."""
     sizes = [1] * len(parents)
     for row in range(len(parents) - 1, 0, -1):
         sizes[parents[row]] += sizes[row]
@@ -263,7 +263,7 @@ def _branches(
 
 
 def _after(node: Node | None, at: int) -> list[Node]:
-    """What follows a position of a node."""
+    """The nodes that follow a position of a node."""
     if node is None:
         return []
     return [node] if node.end > at else list(node.children.values())

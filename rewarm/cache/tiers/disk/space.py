@@ -7,6 +7,7 @@ import logging
 from ...layout import Layout
 from ...retention import Evictor, Retention
 from ...tree import Node
+from ...worth import Appraiser
 from .records import NamespaceInfo
 from .store import Store
 from .trees import SECOND, UNLIMITED, DiskTrees, clock
@@ -36,8 +37,7 @@ class DiskSpace:
             policy,
             trees.ledger,
             clock,
-            reach=layout.longest_window,
-            stateful=layout.has_state,
+            Appraiser(layout.longest_window, layout.has_state),
             on_evict=trees.evicted,
             by_request=False,
             unit=SECOND,

@@ -1,4 +1,4 @@
-"""What others see of the package: its names, and that it is typed."""
+"""The package has the names that it promises, and it is typed."""
 
 from __future__ import annotations
 

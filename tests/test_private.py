@@ -1,4 +1,4 @@
-"""A folder that is ours alone, on a machine that others use as well."""
+"""A private folder stays private on a machine that others use as well."""
 
 from __future__ import annotations
 

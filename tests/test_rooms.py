@@ -40,7 +40,7 @@ GATEWAY = (
     "rewarm.server.anthropic.blocks",
     "rewarm.server.auth",
 )
-"""What a program that only passes requests on imports."""
+"""The modules that a program imports which only passes requests on."""
 
 ALLOWED = {
     ("options.py", "errors"),

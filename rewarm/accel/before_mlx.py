@@ -64,8 +64,8 @@ class _Finder:
 class _Loader:
     """Stands in for MLX's loader until the library is about to be loaded.
 
-    Not the finder but the loader calls `apply`: Python holds its import lock while it asks finders.
-    Whoever chooses a BLAS in another thread at that moment imports modules, too.
+    `apply` is called here and not in the finder, because Python holds its import lock while it asks
+    finders. Another thread that chooses a BLAS at that moment needs the lock to import modules.
     """
 
     def __init__(self, loader: Any) -> None:

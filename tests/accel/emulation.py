@@ -1,4 +1,4 @@
-"""CUDA kernels where there is no GPU: compiled as C++, the threads of a block as fibers.
+"""Run CUDA kernels without a GPU: they are compiled as C++, and a block's threads are fibers.
 
 A warp's threads go in lockstep from one shuffle or barrier to the next, and warps take random
 turns, the same ones in every run: what a missing barrier lets happen too early or too late,
@@ -272,8 +272,8 @@ def emulated(
     off_by: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Launch:
-    """As `launch.kernel`. Inputs are contiguous whatever the options; those in `off_by` begin so
-    many numbers after an aligned address, as a view may."""
+    """Make a kernel as `launch.kernel` does. Inputs are contiguous whatever the options say. Those
+    in `off_by` begin so many numbers after an aligned address, as a view may."""
     off_by = off_by or {}
     input_names, output_names = inputs, outputs
 
@@ -356,7 +356,7 @@ def run(
     blocks: Sequence[int],
     threads: Sequence[int],
 ) -> str:
-    """Says what went wrong, if anything did."""
+    """Run the kernel, and return a sentence on what went wrong, or nothing."""
     strides = [[math.prod(shape[i + 1 :]) for i in range(len(shape))] for shape in shapes]
     arrays = (
         [x.bytes for x in memory],

@@ -1,4 +1,4 @@
-"""What is chosen before MLX is loaded is chosen when it is first imported, and only then."""
+"""The BLAS and the folder are chosen when MLX is first imported, and not before."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ say(seen=seen, name=blas.current().name)
 
 @linux
 def test_a_blas_that_another_thread_chooses_meanwhile_is_waited_for() -> None:
-    """Each needs what the other one holds, if MLX is stopped while Python looks for it."""
+    """Each thread would need the lock that the other one holds, if the finder chose the BLAS."""
     found = fresh(
         """
 import os, threading, time

@@ -1,4 +1,4 @@
-"""Which BLAS runs under MLX. Each case is a fresh interpreter: a process decides only once."""
+"""The BLAS under MLX. Each case is a fresh interpreter, because a process chooses only once."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ctypes.CDLL = NoSystem
 
 
 def fresh(*code: str, **env: str) -> dict[str, Any]:
-    """Runs the code in a new interpreter; what it said, with `log`, its lines on stderr."""
+    """Run the code in a new interpreter; return the facts it said, and its log as `log`."""
     prelude = "import json\ndef say(**facts): print(json.dumps(facts), flush=True)\n"
     inherited = {k: v for k, v in os.environ.items() if k not in ("REWARM_BLAS", "LD_PRELOAD")}
     # One thread: the sums are split in the same places, so the same product has the same bits.

@@ -1,4 +1,4 @@
-"""What MLX compiles on Linux lies in a folder of ours, and nothing is loaded from elsewhere."""
+"""MLX compiles into a private folder on Linux, and loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __attribute__((constructor)) static void strike() { fclose(fopen("%s", "w")); }
 
 
 def plant(machine: Machine) -> Path:
-    """Put another's code where MLX by itself looks for ours; the file that it makes."""
+    """Put other code where MLX by itself looks for its own; return the file that it makes."""
     machine.run(MARKED)
     (library,) = machine.shared.glob("mlx/*/cpu/lib*.so")
     struck = machine.folder / "struck"
@@ -56,7 +56,7 @@ def test_nothing_is_loaded_from_a_folder_that_others_write_in(
     struck = plant(machine)
     machine.run("import rewarm", MARKED, variable=variable)
     assert not struck.exists()
-    # That it would have been: MLX by itself loads it, and fails for what it lacks.
+    # The test can fail: MLX by itself loads it, and fails because a function is missing.
     with pytest.raises(AssertionError, match="Failed to load compiled function"):
         machine.run(MARKED, variable=variable)
     assert struck.exists()
@@ -110,7 +110,7 @@ def test_temporary_files_of_python_stay_where_they_were(
 
 
 def test_programs_that_are_started_keep_their_temporary_folder(machine: Machine) -> None:
-    """Unless TMPDIR, TMP or TEMP is set: then MLX looks nowhere else."""
+    """Where TMPDIR, TMP or TEMP is set they do not: then MLX looks nowhere else."""
     found = machine.run(
         "import subprocess, sys, rewarm, mlx.core",
         "ask = 'import tempfile; print(tempfile.gettempdir())'",

@@ -1,4 +1,4 @@
-"""Operations that MLX is slow at on a Linux x86 CPU, against its own."""
+"""Operations that are replaced on a Linux x86 CPU give what MLX's own give."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def layers() -> tuple[mx.array, ...]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which of ours were called."""
+    """The names of our functions that were called."""
     found: list[str] = []
 
     def counting(name: str, ours: Any) -> Any:
@@ -212,7 +212,7 @@ def test_on_a_gpu_mlx_keeps_its_operations_after_all(
 def test_a_single_token_goes_through_mlx_own_operations(
     name: str, first: str, mlx_untouched: None, calls: list[str]
 ) -> None:
-    """Which are fewer, so decoding is no slower; whatever the model ran on first."""
+    """MLX's are fewer operations, so decoding is no slower, whatever the model ran on first."""
     model = zoo.tiny(name)
     assert cpu.install()
     caches = make_prompt_cache(model)
@@ -230,7 +230,7 @@ def test_a_single_token_goes_through_mlx_own_operations(
 
 
 def test_all_that_mlx_lm_compiles_around_silu_is_known() -> None:
-    """Else what it ran on first would decide the bits of all that follows."""
+    """Otherwise the first input of such a function would decide the bits of all later ones."""
     known = {(place.module, place.name) for place in cpu.COMPILED}
     folder = Path(activations.__file__).parent
     found = set()
@@ -245,7 +245,7 @@ def test_all_that_mlx_lm_compiles_around_silu_is_known() -> None:
 
 
 def odd_ones() -> list[mx.array]:
-    """Types that are mixed, and more queries than keys."""
+    """Mixed types, and more queries than keys, go to MLX's own."""
     heads, x = normal(1, 2, 40, 16), normal(1, 40, 24)
     fewer = heads[:, :, :20]
     depthwise = nn.Conv1d(24, 24, 4, groups=24)

@@ -1,4 +1,4 @@
-"""The gated delta rule in a CUDA kernel: when it is used, and that it is right."""
+"""The CUDA kernel of the gated delta rule is right, and is used where it should be."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def on_a_cpu() -> Iterator[None]:
 
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing was found out about the kernel yet, nor is after the test."""
+    """The kernel was not checked before the test, and its checks are forgotten after it."""
     monkeypatch.setattr(launch, "_said", set())
     cuda.agrees.cache_clear()
     yield

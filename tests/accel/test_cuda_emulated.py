@@ -1,4 +1,4 @@
-"""The CUDA source of the gated delta rule without a GPU: that it is right, and that this shows."""
+"""The CUDA source of the gated delta rule is right, and planted faults show, without a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ each_gate = pytest.mark.parametrize("by_key", [False, True], ids=["per_head", "p
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In the place of MLX's kernels."""
+    """Kernels are emulated in the place of MLX's."""
     monkeypatch.setattr(cuda, "kernel", emulated)
     cuda._kernel.cache_clear()
     yield
@@ -238,7 +238,7 @@ HERE = "const int i = blockIdx.x * blockDim.x + threadIdx.x;"
 
 
 def each(x: mx.array, dtype: mx.Dtype, source: str, **template: int) -> mx.array:
-    """What a kernel with a thread for each number gives for x."""
+    """The result for x of a kernel with a thread for each number."""
     (y,) = emulated("each", ["x"], ["y"], HERE + source)(
         inputs=[x],
         template=[("T", dtype), *template.items()],

@@ -30,7 +30,7 @@ KERNELS = [cuda_attention.agrees, cuda_convolution.agrees, cuda_rows.agrees]
 
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing was found out about the kernels yet, nor is after the test."""
+    """No kernel was checked before the test, and the checks are forgotten after it."""
     monkeypatch.setattr(launch, "_said", set())
     for agrees in KERNELS:
         agrees.cache_clear()
@@ -61,7 +61,7 @@ def heads(queries: int, keys: int, dim: int, dtype: mx.Dtype = mx.bfloat16, grou
 
 
 def reference(q: mx.array, k: mx.array, v: mx.array, scale: float, causal: bool) -> np.ndarray:
-    """In float64, written down."""
+    """Attention as it is defined, in float64."""
     wide = [np.array(x.astype(mx.float32), np.float64) for x in (q, k, v)]
     queries, keys, values = wide
     group = queries.shape[1] // keys.shape[1]
@@ -183,7 +183,7 @@ def test_rows_are_joined_part_by_part_where_it_is_off(
 
 @pytest.fixture
 def concatenated(monkeypatch: pytest.MonkeyPatch, pretended: None) -> list[int]:
-    """The kernel for rows is one concatenation; how many parts each had."""
+    """Replace the kernel for rows by a concatenation, and count the spans of each."""
     parts: list[int] = []
 
     def launched(given: Any, results: Any, room: int) -> list[mx.array]:
@@ -237,7 +237,7 @@ def test_a_restore_joins_its_rows_by_the_kernel(
 
 
 def test_rows_that_are_not_as_they_should_be_are_refused() -> None:
-    """By an error, which is a miss. A kernel would read what lies behind them."""
+    """They raise, which is a miss. A kernel would read the memory behind them."""
     packing, rows, _ = packed([2, 2], [6, 6])
     first, second = rows.segments
     keys, values = second.arrays
@@ -290,7 +290,7 @@ def ways() -> list[bool]:
 
 @on_cuda
 def test_attention_reads_no_more_than_its_keys() -> None:
-    """What mlx-lm's caches have room for is not there."""
+    """Room that mlx-lm's caches keep for later rows is not attended to."""
     q, k, v = heads(40, 1000, 128)
     room = mx.full((1, 2, 77, 128), float("nan"), mx.bfloat16)
     k, v = (mx.concatenate([x, room], axis=2) for x in (k, v))
@@ -425,7 +425,7 @@ def test_models_run_with_them() -> None:
 def test_a_hit_changes_no_answer_with_them(
     name: str, dim: int, reuse: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in `test_zoo`, whose models are float32 with heads that the kernel does not take."""
+    """This repeats `test_zoo`, whose models have float32 heads that the kernel does not take."""
     launched: list[int] = []
     launch = cuda_attention._launched
 

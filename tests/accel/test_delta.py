@@ -135,7 +135,7 @@ def assert_right(given: Inputs, tolerance: float) -> None:
 
 
 def spoiled(given: Inputs) -> Inputs:
-    """With what is no number in every masked place."""
+    """The same inputs with NaN in every masked place."""
     assert given.mask is not None
     place = given.mask[..., None, None]
     return replace(given, k=mx.where(place, given.k, mx.nan), v=mx.where(place, given.v, mx.inf))
@@ -208,7 +208,7 @@ def test_every_chunk_length_is_right(
 
 @pytest.mark.parametrize("by_key", [False, True])
 def test_a_prompt_in_stretches_is_right(by_key: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU, where a long prompt's arrays are larger than its caches."""
+    """Arrays are cut as on a CPU, where those of a long prompt are larger than its caches."""
     parts = [slice(0, 64), slice(64, 69), slice(69, 70), slice(70, 150)]
     monkeypatch.setattr(delta, "stretches", lambda length, width: iter(parts))
     assert_right(inputs(Case(150, by_key, batch=2, shared_by=2, masked=0.2)), 1e-5)
@@ -247,7 +247,7 @@ def test_a_sequence_in_two_calls_is_the_same(by_key: bool) -> None:
 
 
 def test_the_states_of_all_chunks_are_not_held_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With heads as wide as these they are most of what a prefill would need."""
+    """For heads as wide as these, the states would be most of a prefill's memory."""
     for name, value in {"SMALL_CPU_CHUNK": 16, "GPU_CHUNK": 16, "STRETCH": 2**30}.items():
         monkeypatch.setattr(delta, name, value)
     given = inputs(Case(512, key_heads=2, shared_by=4, key_dim=128, value_dim=128))
@@ -287,7 +287,7 @@ def test_a_gradient_passes_through() -> None:
 
 
 def stock_rule() -> delta.Rule:
-    """mlx-lm's, whether or not an earlier test has put ours there."""
+    """mlx-lm's own rule, even where an earlier test has replaced it."""
     return delta._stock or gated_delta.gated_delta_ops
 
 

@@ -1,4 +1,4 @@
-"""Recurrences other than the delta rule in chunks, against the same token by token in float64."""
+"""Recurrences other than the delta rule agree with the same token by token in float64."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def owner_of(place: Replacement) -> tuple[Any, str]:
 
 
 def logits(model: Any, tokens: mx.array, *cuts: int) -> Array:
-    """Of all tokens, prefilled up to each cut in turn."""
+    """The outputs of all tokens, prefilled up to each cut in turn."""
     caches = make_prompt_cache(model)
     found = [model(tokens[:, a:b], cache=caches) for a, b in zip((0, *cuts), cuts, strict=False)]
     return np.array(mx.concatenate(found, axis=1)).astype(np.float64)

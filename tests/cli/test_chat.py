@@ -47,7 +47,7 @@ class Terminal:
         self.at_the_prompt(f"{line}\r")
 
     def until(self, expected: str, seconds: float = 60) -> str:
-        """What was shown up to a pattern, which is waited for."""
+        """Wait for a pattern, and return what was shown up to its end."""
         deadline = time.monotonic() + seconds
         while not (found := re.search(expected, self._seen)):
             assert time.monotonic() < deadline, f"{expected!r} is not in {self._seen!r}"
@@ -93,7 +93,7 @@ def _take_terminal() -> None:
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever runs the tests may ignore it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # it may be ignored where the tests run
 
 
 def test_turns_show_what_was_cached_and_commands_work(tmp_path: Path) -> None:

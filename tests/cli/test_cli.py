@@ -35,7 +35,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The same in this process: starting one takes longer than most commands do."""
+    """Run a command in this process: to start one takes longer than most commands do."""
 
     def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["rewarm", *arguments])

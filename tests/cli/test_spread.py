@@ -17,7 +17,7 @@ KINDS = (ServerOptions, EngineOptions, CacheOptions, ModelOptions)
 
 
 def given(*arguments: str) -> list[Any]:
-    """What a command gets for these arguments."""
+    """The values that a command gets for these arguments."""
     got: list[Any] = []
     app = typer.Typer()
 

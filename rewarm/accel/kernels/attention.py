@@ -1,4 +1,4 @@
-"""The CUDA source of attention: `cuda_attention` says when it is used, and launches it."""
+"""The CUDA source of attention, which `cuda_attention` launches (docs/accel.md)."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ ATTENTION = """
                 make_float2(sums[i][2 * r], sums[i][2 * r + 1]);
     }
 """
-"""Scores, weights and sums stay in registers; a block writes the weighted sum of its share of the
+"""Scores, weights and sums stay in registers. A block writes the weighted sum of its share of the
 values, the largest score and the sum of the weights."""
 
 TOGETHER = """

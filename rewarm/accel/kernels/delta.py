@@ -1,9 +1,10 @@
 """The CUDA source of the gated delta rule (docs/accel.md); `cuda` launches it.
 
-The rows of a head's state do not meet: a block has some of them in the registers of one half of
-its threads, which go through all tokens, four at a time. What the four read is the state before
-them and what those of the four wrote, so the sums over keys are taken of four tokens at once. The
-other half brings the tokens: it loads them, and finds what each four are to one another.
+The rows of a head's state do not depend on one another. A block holds some of them in the registers
+of one half of its threads, which go through all tokens, four at a time. The four read the state
+before them, and what earlier ones of the four wrote. So the sums over keys are taken for all four
+at once. The other half of the threads loads the tokens, and computes how each four of them act on
+one another.
 """
 
 HEADER = """

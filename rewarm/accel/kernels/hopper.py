@@ -1,7 +1,7 @@
-"""Hopper's products of matrices, which four warps make of what lies in shared memory (wgmma).
+"""The CUDA source of Hopper's matrix products (wgmma), by four warps, of shared memory.
 
-Of rows in blocks of 64 columns, eight rows and 1,024 bytes after one another, with the 16 bytes at
-place p of row r at p ^ (r % 8).
+A matrix lies there in blocks of 64 columns. In a block, eight rows take 1,024 bytes one after the
+other, and the 16 bytes at place p of row r lie at p ^ (r % 8).
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ __device__ inline void weigh(float (&sum)[{dim // 8}][4], const unsigned (&weigh
 
 
 def header(keys: int, dims: tuple[int, ...]) -> str:
-    """`score`: queries times so many keys. `weigh`: weights times values of such heads, added."""
+    """Make the functions `score`, queries times so many keys, and `weigh`, which adds weights times
+    values of heads of these sizes."""
     kinds = (("__nv_bfloat16", "bf16"), ("__half", "f16"))
     made = [_score(*kind, keys) for kind in kinds]
     made += [_weigh(*kind, dim) for kind in kinds for dim in dims]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,17 +34,12 @@ UNLIMITED = 1 << 60
 """Bytes. Nothing is evicted because it is looked at."""
 
 
-@contextmanager
-def _opened(folder: Path) -> Iterator[Store]:
+def _opened(folder: Path) -> closing[Store]:
     if not folder.is_dir():
         raise InvalidOption(f"--disk {str(folder)!r} is no folder: give the one that was served")
     from rewarm.cache.tiers.disk.store import Store  # brings MLX along: not for a help text
 
-    store = Store.open(folder, limit=UNLIMITED, reserve=0)
-    try:
-        yield store
-    finally:
-        store.close()
+    return closing(Store.open(folder, limit=UNLIMITED, reserve=0))
 
 
 @cache_app.command()
@@ -99,11 +93,9 @@ def verify(disk: Disk) -> None:
     with _opened(disk) as store:
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("")
-
-            def show(done: int, total: int) -> None:
-                progress.update(task, completed=done, total=total)
-
-            found = store.verify(show)
+            found = store.verify(
+                lambda done, total: progress.update(task, completed=done, total=total)
+            )
         console.print(
             f"{found.payloads:,} files, {decimal(found.bytes)}: "
             + (

@@ -64,7 +64,7 @@ class Conversation:
                 except EOFError:
                     self.console.print()
                     return
-                if line in ("/quit", "/exit"):
+                if line.partition(" ")[0] in ("/quit", "/exit"):
                     return
                 if line.startswith("/"):
                     self._command(line)
@@ -171,11 +171,11 @@ class Conversation:
 
     def _summarise(self, cost: Cost, tokens: int) -> None:
         match = cost.match
-        again = f", {match.replay:,} again" if match.replay else ""
+        again = f", {cost.replayed:,} again" if cost.replayed else ""
         self.console.print()
         self._say(
             f"{match.tokens:,} tokens: {match.resume:,} cached "
-            f"({match.resume / match.tokens:.0%}){again}, {cost.prefilled - match.replay:,} new"
+            f"({match.resume / match.tokens:.0%}){again}, {cost.prefilled - cost.replayed:,} new"
             f" · first token {cost.ttft_ms / 1e3:.2f} s · {tokens:,} written"
         )
 

@@ -36,7 +36,6 @@ def serve(
     """Serve a model through the OpenAI and Anthropic APIs."""
     from rewarm.server.serve import serve
 
-    logging.getLogger("rewarm").setLevel(logging.INFO)
     server = dataclasses.replace(server, model_name=model)
     server.check_bind()
     running = engine_of(model, engine, cache, source)
@@ -59,6 +58,7 @@ def serve(
             soft_wrap=True,
         )
 
+    logging.getLogger("rewarm").setLevel(logging.INFO)
     console.print(f"[dim]loading {model}[/]", highlight=False)
     serve(running, server, ready)
     if running.alive:

@@ -2,16 +2,14 @@
 
 from . import layer_kinds
 from .lease import Lease
-from .placement import ChatPlacement, Placement, Point, Shape
+from .placement import Point, Shape
 from .prefix import PrefixCache
 from .retention import LRU, Retention, WorkPerByte
 from .views.stats import Stats
 
 __all__ = [
     "LRU",
-    "ChatPlacement",
     "Lease",
-    "Placement",
     "Point",
     "PrefixCache",
     "Retention",

@@ -28,7 +28,6 @@ from .ledger import Ledger
 from .memory import Memory, auto_size, most_buffers
 from .model import MakeCaches, cache_maker, vocabulary_size
 from .pins import Pin
-from .placement import ChatPlacement, Placement
 from .positions import FAR, position_limit
 from .restore import Restorer
 from .tiers.base import Tier
@@ -62,7 +61,6 @@ class CacheCore:
         max_kv_size: int | None = None,
         make_cache: MakeCaches | None = None,
         retention: Retention | None = None,
-        placement: Placement | None = None,
         layout: Layout | None = None,
         adapter: str = "",
         max_buffers: int | None = None,
@@ -84,7 +82,6 @@ class CacheCore:
         self._divider = Divider(
             reuse,
             self.chunk,
-            placement or ChatPlacement(),
             checkpoints=self.layout.has_state or self.layout.has_window,
         )
         self._find_limit()

@@ -12,7 +12,7 @@ from rewarm.errors import InvalidOption
 from rewarm.options import LEAST_CHUNK
 from rewarm.values import Boundary, Cut, Kind
 
-from .placement import WEIGHTS, Placement, Shape
+from .placement import WEIGHTS, Shape, points
 from .positions import FAR
 
 APART = LEAST_CHUNK
@@ -47,11 +47,10 @@ def grid(stop: int, chunk: int, durable: Iterable[int] = ()) -> list[int]:
 
 @dataclass(frozen=True)
 class Divider:
-    """Divides the prefill of prompts, by the mode and the placement of one cache."""
+    """Divides the prefill of prompts, as the mode of one cache has it."""
 
     reuse: Literal["fast", "exact"]
     chunk: int
-    placement: Placement
     checkpoints: bool
     """False where rows hold everything, so no checkpoint is taken."""
     limit: int = FAR
@@ -60,7 +59,7 @@ class Divider:
     of a chunk that crosses it, and a hit goes on as a cold run does."""
 
     def grid(self, tokens: int, boundaries: Sequence[Boundary]) -> list[int]:
-        """A prompt's own cuts in `exact`, which depend on nothing else."""
+        """The prompt's own cuts in `exact`, which depend on nothing else; none in `fast`."""
         if self.reuse == "fast":
             return []
         return grid(tokens - 1, self.chunk, (b.position for b in boundaries if b.durable))
@@ -73,18 +72,18 @@ class Divider:
                     f"boundary kind {boundary.kind!r} is unknown: give one of {', '.join(WEIGHTS)}"
                 )
         last = min(shape.stop, self.limit)
-        points = self.placement.points(replace(shape, stop=last))
+        wanted = points(replace(shape, stop=last))
         kinds: dict[int, Kind] = {}
         if self.reuse == "fast":
             if self.checkpoints:
-                kinds = {p.position: p.kind for p in points}
+                kinds = {p.position: p.kind for p in wanted}
             stops = chunks(shape.resume, last, self.chunk, kinds)
             stops += chunks(last, shape.stop, self.chunk)
             return [Cut(stop, kinds.get(stop)) for stop in stops]
         stops = [c for c in own_cuts if c > shape.resume]
         # A prompt that goes on where this one ends shares its whole chunks only.
         kinds = dict.fromkeys(stops[-2:-1], "end")
-        for point in points:
+        for point in wanted:
             # The grid does not move: a checkpoint is taken at the cut before its point.
             cut = max((c for c in stops if c <= point.position), default=None)
             if cut is not None and WEIGHTS[point.kind] > WEIGHTS.get(kinds.get(cut, ""), 0.0):
@@ -92,7 +91,7 @@ class Divider:
         return [Cut(stop, kinds.get(stop)) for stop in stops]
 
     def marked(self, cuts: list[Cut], position: int, kind: Kind) -> list[Cut]:
-        """The same cuts with a checkpoint at `position`; in `exact`, at the cut before it."""
+        """Add a checkpoint at `position`; in `exact`, at the cut before it."""
         if position > self.limit:
             return cuts
         if self.reuse == "fast" and all(c.stop != position for c in cuts):

@@ -9,6 +9,7 @@ for in large pages.
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 import sys
@@ -41,35 +42,25 @@ def unfilled(*shape: int) -> mx.array:
     return array
 
 
-class _Nothing:
+class _Nothing(io.BytesIO):
     """A safetensors file whose header is followed by bytes that are never written."""
 
-    closed = False
-
     def __init__(self, header: bytes, rest: int) -> None:
-        self._header = header
+        super().__init__(header)
+        self._header = len(header)
         self._size = len(header) + rest
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
+        if whence == os.SEEK_END:
+            return super().seek(self._size + offset)
+        return super().seek(offset, whence)
 
-    def readinto(self, into: memoryview) -> int:
-        if self._at < len(self._header):
-            into[:] = self._header[self._at : self._at + len(into)]
-        elif len(into) >= 2 * LARGE:
+    def readinto(self, into: Any) -> int:
+        if self.tell() < self._header:
+            return super().readinto(into)
+        if len(into) >= 2 * LARGE:
             _advise(np.frombuffer(into, np.uint8))
-        self._at += len(into)
+        super().seek(len(into), os.SEEK_CUR)
         return len(into)
 
 

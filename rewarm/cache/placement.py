@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from rewarm.values import Boundary, Kind
 
@@ -41,45 +41,29 @@ class Shape:
     marks: Sequence[int] = ()
 
 
-class Placement(Protocol):
-    def points(self, shape: Shape) -> list[Point]:
-        """Choose where to take checkpoints, in order, between `shape.resume` and `shape.stop`."""
+def points(shape: Shape, *, sparse: int = 8192, near: int = 8) -> list[Point]:
+    """Choose where to take checkpoints, in order, between `shape.resume` and `shape.stop`: at
+    message ends, junctions, marks and the end, and every `sparse` tokens between them.
 
-
-@dataclass(frozen=True)
-class ChatPlacement:
-    """Checkpoints where chats resume: message ends, junctions, marks, the end; a few between."""
-
-    sparse: int = 8192
-    near: int = 8
-
-    def points(self, shape: Shape) -> list[Point]:
-        wanted: list[Point] = []
-        wanted += [Point(p, "mark") for p in shape.marks]
-        wanted += [Point(b.position, b.kind) for b in shape.boundaries if b.kind]
-        if shape.junction > shape.resume:
-            wanted.append(Point(shape.junction, "junction"))
-        wanted.sort(key=lambda p: (p.position, -WEIGHTS[p.kind]))
-        taken: list[Point] = []
-        for point in wanted:
-            # The earlier of two near points serves both; replaying the few tokens between is cheap.
-            last = taken[-1].position if taken else shape.resume
-            if last < point.position < shape.stop and (
-                not last or point.position - last >= self.near
-            ):
-                taken.append(point)
-        if shape.stop > shape.resume:
-            # Never merged: an exact repeat must find its end.
-            taken.append(Point(shape.stop, "end"))
-        return self._with_sparse(taken, shape.resume)
-
-    def _with_sparse(self, taken: list[Point], start: int) -> list[Point]:
-        points: list[Point] = []
-        for point in taken:
-            points += [
-                Point(p, "sparse")
-                for p in range(start + self.sparse, point.position - self.near, self.sparse)
-            ]
-            points.append(point)
-            start = point.position
-        return points
+    Of points closer than `near` tokens the earlier one serves both."""
+    wanted = [Point(position, "mark") for position in shape.marks]
+    wanted += [Point(b.position, b.kind) for b in shape.boundaries if b.kind]
+    if shape.junction > shape.resume:
+        wanted.append(Point(shape.junction, "junction"))
+    wanted.sort(key=lambda p: (p.position, -WEIGHTS[p.kind]))
+    taken: list[Point] = []
+    for point in wanted:
+        # Replaying the few tokens between two near points is cheap.
+        last = taken[-1].position if taken else shape.resume
+        if last < point.position < shape.stop and (not last or point.position - last >= near):
+            taken.append(point)
+    if shape.stop > shape.resume:
+        # It is never merged: an exact repeat must find its end.
+        taken.append(Point(shape.stop, "end"))
+    found: list[Point] = []
+    start = shape.resume
+    for point in taken:
+        between = range(start + sparse, point.position - near, sparse)
+        found += [*(Point(position, "sparse") for position in between), point]
+        start = point.position
+    return found

@@ -97,47 +97,30 @@ class Survey:
     @cached_property
     def sums(self) -> Column:
         """The sums over a row and all below it, in the columns of `SUMMED`."""
-        own = np.stack([np.ones(len(self.keys), np.int64), *self._summed()])
-        own[0, [0, *self.owners]] = 0
-        upto = _upto(own)
-        found: Column = upto[:, np.arange(len(self.keys)) + self.size] - upto[:, :-1]
-        return found.T
+        nodes, checkpoints = np.ones(len(self.keys), np.int64), self.column("kind") > 0
+        nodes[[0, *self.owners]] = 0
+        held = self.cells[:, -2 * len(BYTES) :]
+        own = np.column_stack([nodes, self.column("tokens"), checkpoints, held])
+        upto = np.concatenate([np.zeros_like(own[:1]), own.cumsum(axis=0)])
+        found: Column = upto[np.arange(len(own)) + self.size] - upto[:-1]
+        return found
 
-    def _summed(self) -> list[Column]:
-        held = [self.cells[:, COLUMNS.index(f"upper {BYTES[0]}") + i] for i in range(6)]
-        return [self.column("tokens"), (self.column("kind") > 0).astype(np.int64), *held]
+    def children(self, row: int) -> Column:
+        """The rows right below a row, those with the most tokens first."""
+        first, stop = np.searchsorted(self._parents, [row, row + 1])
+        return self._by_parent[first:stop]
 
     @cached_property
-    def children(self) -> Children:
-        return Children.of(self)
+    def _by_parent(self) -> Column:
+        tokens = self.sums[:, SUMMED.index("tokens")]
+        return np.lexsort((-tokens, self.column("parent")))[1:]  # row 0 has no parent
+
+    @cached_property
+    def _parents(self) -> Column:
+        return self.column("parent")[self._by_parent]
 
 
 SUMMED = ("nodes", "tokens", "checkpoints", *COLUMNS[-6:])
-
-
-@dataclass(frozen=True)
-class Children:
-    """The rows below each row, those with the most tokens first."""
-
-    rows: Column
-    first: Column
-    """The place in `rows` where a row's own begin. It has one entry more than there are rows."""
-    upto: Column
-    """The sums of all before each of `rows`."""
-
-    @staticmethod
-    def of(survey: Survey) -> Children:
-        parent, sums = survey.column("parent"), survey.sums
-        rows = np.lexsort((-sums[:, SUMMED.index("tokens")], parent))[1:]  # row 0 has no parent
-        first = np.searchsorted(parent[rows], np.arange(len(parent) + 1))
-        return Children(rows, first, _upto(sums.T[:, rows]).T)
-
-    def span(self, row: int) -> tuple[int, int]:
-        return int(self.first[row]), int(self.first[row + 1])
-
-    def together(self, start: int, stop: int) -> list[int]:
-        found: list[int] = (self.upto[stop] - self.upto[start]).tolist()
-        return found
 
 
 class Branch(NamedTuple):
@@ -220,13 +203,6 @@ class Surveyor:
         self.cells += PACKED(parent, number, part, at, tokens, *seen, *held[0], *held[1])
         self.keys.append(key)
         return len(self.keys) - 1
-
-
-def _upto(columns: Column) -> Column:
-    """The sum of all before each, and of all."""
-    found: Column = np.zeros((columns.shape[0], columns.shape[1] + 1), np.int64)
-    columns.cumsum(axis=1, out=found[:, 1:])
-    return found
 
 
 def _sizes(parents: list[int]) -> Column:

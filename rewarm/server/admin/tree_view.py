@@ -111,27 +111,26 @@ class TreeView:
 
 def _chosen(survey: Survey, root: int, wish: Wish) -> Shown:
     """The rows with the most tokens below them, from the root on."""
-    children, sums = survey.children, survey.sums
+    sums, parent = survey.sums, survey.column("parent")
     tokens = SUMMED.index("tokens")
     rows: list[int] = []
     taken: dict[int, int] = {root: 0}
-    queue: list[tuple[int, int, int, int, int]] = []
+    queue: list[tuple[int, int, int, int]] = []
 
-    def put(parent: int, place: int, stop: int, depth: int) -> None:
-        if place < stop and depth <= wish.depth:
-            row = int(children.rows[place])
-            heapq.heappush(queue, (-int(sums[row, tokens]), row, place, stop, depth))
+    def put(above: int, place: int, depth: int) -> None:
+        siblings = survey.children(above)
+        if place < len(siblings) and depth <= wish.depth:
+            row = int(siblings[place])
+            heapq.heappush(queue, (-int(sums[row, tokens]), row, place, depth))
 
-    start, stop = children.span(root)
-    put(root, min(start + wish.offset, stop), stop, 1)
-    parent = survey.column("parent")
+    put(root, wish.offset, 1)
     while queue and len(rows) < wish.limit:
-        _, row, place, stop, depth = heapq.heappop(queue)
+        _, row, place, depth = heapq.heappop(queue)
         rows.append(row)
         above = int(parent[row])
         taken[above] = taken.get(above, 0) + 1
-        put(above, place + 1, stop, depth)
-        put(row, *children.span(row), depth + 1)
+        put(above, place + 1, depth)
+        put(row, 0, depth + 1)
     return Shown(rows, taken)
 
 
@@ -193,18 +192,15 @@ class _Page:
 
     def _merged(self) -> Iterator[dict[str, Any]]:
         """Children that are not in the reply, together, for each place that has some."""
-        children = self.survey.children
         for row in [self.root, *self.shown.rows]:
-            start, stop = children.span(row)
-            first = start + self.shown.taken.get(row, 0)
-            if row == self.root:
-                first += self.wish.offset
-            if first < stop:
+            first = self.shown.taken.get(row, 0) + (self.wish.offset if row == self.root else 0)
+            rest = self.survey.children(row)[first:]
+            if len(rest):
                 yield {
                     "parent": self.survey.name(row),
-                    "count": stop - first,
-                    "offset": first - start,
-                    **_summed(children.together(first, stop), self.survey.tiers),
+                    "count": len(rest),
+                    "offset": first,
+                    **_summed(self.survey.sums[rest].sum(axis=0).tolist(), self.survey.tiers),
                 }
 
     def _last_use(self, roots: list[int]) -> int:

@@ -22,9 +22,9 @@ soak: .venv/ready  ## Both, each test with its whole range instead of a sample (
 	REWARM_SOAK=1 REWARM_CORPUS=recorded $(PYTEST) -m "integration or corpus"
 
 bench: .venv/ready  ## The tree beside mlx-lm's trie, the disk beside a plain read, the server beside mlx-lm's
-	$(BIN)/python tools/bench_tree.py
-	$(BIN)/python tools/bench_disk.py
-	$(BIN)/python tools/bench_server.py
+	$(BIN)/rewarm bench index
+	$(BIN)/rewarm bench disk
+	$(BIN)/rewarm bench burst --model random:attention-small --parallel 8 --system 40 --answer 128 --peer mlx-lm
 
 lint: .venv/ready
 	$(BIN)/ruff format --check .

@@ -1,7 +1,7 @@
-"""Models with the dimensions of real ones and random weights: speed and bytes need no others.
+"""Models with the dimensions of real ones and random weights, to measure speed and bytes.
 
-The configurations are those that the models' makers publish. Only the context is raised, so that a
-prompt of 100,000 tokens fits: random weights know no positions to be wrong about.
+The configurations are those that the models' makers publish. Only the context is longer, so that a
+prompt of 100,000 tokens fits.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def _qwen3(hidden: int, layers: int, heads: int, inner: int, tied: bool) -> Conf
 
 
 def _qwen3_5(
-    hidden: int, layers: int, heads: int, kv: int, inner: int, values: int, tied: bool
+    hidden: int, layers: int, heads: int, kv: int, inner: int, values: int, tied: bool, **text: int
 ) -> Config:
+    """`text` are other fields of the text model's configuration."""
     return {
         "model_type": "qwen3_5",
         "text_config": {
@@ -59,8 +60,23 @@ def _qwen3_5(
             "rms_norm_eps": 1e-6,
             "max_position_embeddings": CONTEXT,
             "tie_word_embeddings": tied,
+            **text,
         },
     }
+
+
+def _small_hybrid(
+    hidden: int, layers: int, heads: int, kv: int, inner: int, keys: int, values: int, **text: int
+) -> Config:
+    """A Qwen3.5 for a CPU, with heads of 64 unless `text` says otherwise."""
+    sizes = {
+        "head_dim": 64,
+        "linear_num_key_heads": keys,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "vocab_size": 8192,
+    }
+    return _qwen3_5(hidden, layers, heads, kv, inner, values, tied=True, **{**sizes, **text})
 
 
 def _gemma3(hidden: int, layers: int, heads: int, kv: int, inner: int, window: int) -> Config:
@@ -80,10 +96,12 @@ def _gemma3(hidden: int, layers: int, heads: int, kv: int, inner: int, window: i
     }
 
 
+_HEADS_32 = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+
 ARCHS: dict[str, Config] = {
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
     "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied=False),
-    # Not a model that exists: the smallest Qwen3.5 with the layers of a 0.6B.
+    # Nobody published this one: the smallest Qwen3.5 with the layers of a 0.6B.
     "qwen3.5-0.6b": _qwen3_5(1024, 24, 8, 2, 3072, 16, tied=True),
     "qwen3.5-9b": _qwen3_5(4096, 32, 16, 4, 12288, 32, tied=False),
     "nemotron-h-4b": {
@@ -133,7 +151,7 @@ ARCHS: dict[str, Config] = {
     },
     "gemma3-270m": _gemma3(640, 18, 4, 1, 2048, 512),
     "gemma3-4b": _gemma3(2560, 34, 8, 4, 10240, 1024),
-    # Small enough for two CPU cores, one for each way in which a model can go on.
+    # Small enough for two CPU cores: one for each way in which a model can be resumed.
     "attention-tiny": {
         **_qwen3(256, 4, 4, 512, tied=True),
         "num_key_value_heads": 2,
@@ -141,33 +159,47 @@ ARCHS: dict[str, Config] = {
         "vocab_size": 8192,
     },
     "window-tiny": {**_gemma3(256, 6, 4, 1, 512, 128), "head_dim": 64, "vocab_size": 8192},
-    "hybrid-tiny": {
-        "model_type": "qwen3_5",
-        "text_config": {
-            **_qwen3_5(256, 4, 4, 2, 512, 4, tied=True)["text_config"],
-            "head_dim": 64,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-            "vocab_size": 8192,
-        },
+    "hybrid-tiny": _small_hybrid(256, 4, 4, 2, 512, keys=2, values=4),
+    # Large enough that the operations of a step count, and not their launch.
+    "attention-small": {
+        **_qwen3(576, 10, 9, 1536, tied=False),
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 1536,
     },
+    "hybrid-8x256": _small_hybrid(256, 8, 4, 2, 682, keys=4, values=4),
+    "hybrid-12x384": _small_hybrid(384, 12, 6, 2, 1024, keys=6, values=6),
+    # 1 and 8 KB of rows a token.
+    "hybrid-narrow": _small_hybrid(128, 4, 4, 4, 256, keys=2, values=4, head_dim=32, **_HEADS_32),
+    "hybrid-wide": _small_hybrid(128, 4, 16, 16, 256, keys=2, values=4, **_HEADS_32),
 }
 
 
 def config(name: str) -> Config:
     if name not in ARCHS:
-        raise InvalidOption(f"{name!r} is no model that is known: give one of {', '.join(ARCHS)}")
+        raise InvalidOption(f"{name!r} is an unknown model: give one of {', '.join(ARCHS)}")
     return ARCHS[name]
 
 
+def text_config(name: str) -> Config:
+    """The part of the configuration with the sizes of the text model."""
+    found = config(name)
+    return cast(Config, found.get("text_config", found))
+
+
 def vocabulary(name: str) -> int:
-    made = config(name)
-    return cast(int, made.get("text_config", made)["vocab_size"])
+    return cast(int, text_config(name)["vocab_size"])
+
+
+def dtype() -> mx.Dtype:
+    """The type of the weights: MLX's CPU backend has no experts in half precision, and is slow at
+    the other operations."""
+    return mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
 
 
 def build(name: str, dtype: mx.Dtype = mx.bfloat16, seed: int = 0) -> Any:
-    """A model of mlx-lm's own. It stays lazy: what is only asked for its shapes takes no memory."""
+    """A model of mlx-lm's own classes. Its weights stay lazy, so that only reading its shapes takes
+    no memory."""
     made = config(name)
     module = importlib.import_module(f"mlx_lm.models.{made['model_type']}")
     mx.random.seed(seed)
@@ -179,6 +211,13 @@ def build(name: str, dtype: mx.Dtype = mx.bfloat16, seed: int = 0) -> Any:
         )
     )
     return model.eval()
+
+
+def random_model(name: str) -> Any:
+    """A model with weights, ready to run."""
+    model = build(name, dtype())
+    mx.eval(model.parameters())
+    return model
 
 
 def parameters(model: Any) -> dict[str, mx.array]:

@@ -1,4 +1,4 @@
-"""What every scenario is given: a model, the servers beside one another, progress, a result."""
+"""The frame of every scenario: a model, servers beside one another, progress and a result."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from .figures import ratios
 from .models import RANDOM, placed, tokenizer_of
 from .result import Result
 from .sides import Side, command, other, rewarm
+from .svg import draw_all
 
 WORDS = ["river", "stone", "winter", "market", "garden", "letter", "window", "harbour", "bridge"]
 WORDS += ["summer", "lantern", "copper", "island", "morning", "thunder", "basket", "mirror"]
@@ -33,10 +35,11 @@ Messages = list[dict[str, Any]]
 
 NO_WARM = ("--no-warm-ahead",)
 WIDE = 120
-"""Characters in a line of a table that goes to a file."""
+"""The least number of characters in a line of a table that goes to a file."""
 
 PAUSE = 0.05
-"""Seconds between one server's answer and the next one's request."""
+"""Seconds between the answer of one side and the request to the next. A server may still be at work
+when its answer is out."""
 
 T = TypeVar("T")
 
@@ -50,55 +53,56 @@ class Bench:
     peer: str | None
     rounds: int
     progress: Progress
-    place: str = ""
-    """The model as servers take it."""
+    location: str = ""
+    """The folder or the Hugging Face id of the model, as servers take it."""
     draw: random.Random = field(default_factory=lambda: random.Random(0))
-    _tokenizer: TokenizerWrapper | None = None
-    _renderer: ChatRenderer | None = None
 
     @contextmanager
-    def sides(self, *extra: Sequence[str]) -> Iterator[list[Side]]:
-        """Rewarm, once for each set of options, and the peer, all running."""
-        starting = [rewarm(self.place, options) for options in extra or ((),)]
+    def sides(self, *options: Sequence[str]) -> Iterator[list[Side]]:
+        """Start a Rewarm server for each set of options, and the peer. All are ready."""
+        starting = [rewarm(self.location, each) for each in options or ((),)]
         if self.peer:
-            starting.append(other(self.peer, self.place))
+            starting.append(other(self.peer, self.location))
         with ExitStack() as stack:
             found = [stack.enter_context(side) for side in starting]
-            with self.steps("starting servers", len(found)) as step:
-                for side in found:
-                    side.wake(self.place)
-                    step()
+            for side in self.each("starting servers", found):
+                side.wake(self.location)
             yield found
 
-    @property
+    @cached_property
     def tokenizer(self) -> TokenizerWrapper:
-        if self._tokenizer is None:
-            self._tokenizer = tokenizer_of(self.place)
-        return self._tokenizer
+        return tokenizer_of(self.location)
 
-    def tokens(self, messages: Messages, tools: list[Any] | None = None) -> list[int]:
-        """A chat as a prompt's tokens, to count what is distinct."""
-        if self._renderer is None:
-            self._renderer = ChatRenderer(self.tokenizer)
-        return [int(t) for t in self._renderer.render(messages, tools).tokens]
+    @cached_property
+    def _renderer(self) -> ChatRenderer:
+        return ChatRenderer(self.tokenizer)
+
+    def tokens(self, messages: Messages) -> list[int]:
+        """The prompt of a chat as tokens, to count how many are distinct."""
+        return [int(t) for t in self._renderer.render(messages).tokens]
 
     def text(self, tokens: int) -> str:
-        """Words of about so many tokens, other ones each time."""
+        """Random words of about so many tokens."""
         sample = " ".join(self.draw.choices(WORDS, k=64))
         each = len(self.tokenizer.encode(sample, add_special_tokens=False)) / 64
         return " ".join(self.draw.choices(WORDS, k=max(1, round(tokens / each)))) + "."
 
+    def user(self, tokens: int) -> dict[str, Any]:
+        """A message of a user with about so many tokens of text."""
+        return user(self.text(tokens))
+
     def question(self, tokens: int) -> str:
-        """One of about so many tokens, other words each time. What a trained model says to mere
-        words is anybody's guess; Pocket says at some length that it writes no stories."""
+        """A random question of about so many tokens. A trained model may answer mere words with
+        anything; Pocket replies to this question at some length that it writes no stories."""
         if self.model.startswith(RANDOM):
             return self.text(tokens)
         return f"Write a story about {self.text(tokens - 10)}"
 
     def endings(self, answer: int) -> dict[str, Any]:
-        """Fields with which a random model ends its answers by itself, after `answer` tokens or so,
-        and its thoughts somewhere before: only such an answer is followed by anything that could be
-        prepared for. Lengths are drawn: what one turn shows is chance, what forty show is not."""
+        """Request fields with which a random model ends its answers after about `answer` tokens.
+
+        Its thinking ends somewhere before. Only an answer that ends by itself has a next turn to
+        prepare. The lengths are random, so a single turn says little, and forty turns enough."""
         if not self.model.startswith(RANDOM):
             return {}
         even = math.log(vocabulary(self.model.removeprefix(RANDOM)) / answer)
@@ -109,8 +113,8 @@ class Bench:
         return {"temperature": 1.0, "logit_bias": bias}
 
     @contextmanager
-    def ending(self, summary: Callable[[], None]) -> Iterator[None]:
-        """`summary` at the end; where Ctrl-C comes first, of what is done by then."""
+    def concluding(self, summary: Callable[[], None]) -> Iterator[None]:
+        """Call `summary` at the end, and after Ctrl-C for what was measured before it."""
         try:
             yield
         except KeyboardInterrupt:
@@ -120,16 +124,36 @@ class Bench:
 
     @contextmanager
     def steps(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """Show the progress of so many steps. The yielded function counts one."""
         task = self.progress.add_task(what, total=total)
         try:
             yield lambda: self.progress.advance(task)
         finally:
             self.progress.remove_task(task)
 
+    def each(self, what: str, found: Sequence[T]) -> Iterator[T]:
+        """Go through a sequence and show the progress."""
+        with self.steps(what, len(found)) as step:
+            for one in found:
+                yield one
+                step()
+
+    def in_turns(
+        self, what: str, sides: Sequence[T], rounds: int, *, first: int = 0
+    ) -> Iterator[tuple[int, T]]:
+        """Every round with every side, and a pause between two. Each round begins with another
+        side, the first one with that at `first`.
+
+        So a disturbance of the machine hits all sides alike."""
+        order = [(i, side) for i in range(rounds) for side in rotated(sides, first + i)]
+        for i, side in self.each(what, order):
+            time.sleep(PAUSE)
+            yield i, side
+
 
 @contextmanager
-def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """Whoever is told to end ends in order too: servers that nobody stops would run on."""
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """End in order after SIGTERM, too: otherwise the servers would run on."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -144,17 +168,17 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def in_turns(sides: Sequence[T], i: int) -> Iterator[T]:
-    """Another one first each time: what disturbs the machine disturbs all of them. With a pause
-    between them, for a server may still be at work when its answer is out."""
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def rotated(sides: Sequence[T], i: int) -> list[T]:
     at = i % len(sides)
-    for side in (*sides[at:], *sides[:at]):
-        time.sleep(PAUSE)
-        yield side
+    return [*sides[at:], *sides[:at]]
 
 
 def compare_ttft(bench: Bench, got: Sequence[tuple[Side, list[Answered]]]) -> None:
-    """Every peer beside every one of ours, request by request, as far as both came."""
+    """Note the ratio of first tokens of every peer to every Rewarm, request by request."""
     for peer, theirs in got:
         for side, ours in got:
             if side.ours and not peer.ours and ours and theirs:
@@ -171,16 +195,14 @@ def run(
     json: Path | None = None,
     plot: Path | None = None,
 ) -> Result:
-    """Run a scenario; what is done is shown and kept, however it ends."""
-    from .svg import draw_all
-
+    """Run a scenario. However it ends, what was measured is shown and saved."""
     if peer is not None:
-        command(peer, "", 0)  # what is wrong with it is said before anything is loaded
+        command(peer, "", 0)  # a wrong option is an error before anything is loaded
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     began, interrupted = time.perf_counter(), False
     try:
         with (
-            _ended_as_by_ctrl_c(),
+            _sigterm_as_ctrl_c(),
             Progress(
                 *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
             ) as progress,
@@ -189,7 +211,7 @@ def run(
             with ExitStack() as stack:
                 if result.model:
                     with bench.steps(f"preparing {result.model}", 1):
-                        bench.place = stack.enter_context(placed(result.model))
+                        bench.location = stack.enter_context(placed(result.model))
                 scenario(bench)
         result.complete = True
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Scenarios of one chat, over HTTP as a client would see it: chat, branch and restart."""
+"""The scenarios `chat`, `branch` and `restart`: one chat over HTTP, as its client sees it."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from .bench import NO_WARM, Bench, Messages, compare_ttft, in_turns, user
-from .client import Answered, hit, shown
-from .figures import common
+from .bench import NO_WARM, Bench, Messages, compare_ttft, system, user
+from .client import Answered, hit
+from .figures import common, megabytes, percent
 from .sides import Side, other, rewarm
 
 SHOWN_TURNS = (1, 5, 10, 20, 30, 40)
 
 
 class Talk:
-    """One side's half of a chat."""
+    """A chat with one side."""
 
     def __init__(self, bench: Bench, side: Side, *messages: dict[str, Any]) -> None:
         self.bench, self.side = bench, side
         self.history: Messages = list(messages)
         self.replies: list[Answered] = []
-        self.asked: list[list[int]] = []
+        self.prompts: list[list[int]] = []
         """The prompts so far, as tokens."""
 
     def ask(self, messages: Messages, answer: int, *, ends: bool = False) -> Answered:
-        """Not taken into the history. `ends`: the answer ends by itself, or is cut there."""
+        """Ask without changing the history. With `ends` the answer ends by itself, or is cut."""
         endings = self.bench.endings(answer) if ends else {}
         reply = self.side.ask(messages, 4 * answer if endings else answer, endings)
         self.side.settle(reply)
         self.replies.append(reply)
-        self.asked.append(self.bench.tokens(messages))
+        self.prompts.append(self.bench.tokens(messages))
         return reply
 
     def say(self, question: str, answer: int, *, ends: bool = False) -> Answered:
@@ -42,21 +42,21 @@ class Talk:
 
     @property
     def best(self) -> float:
-        """Of the last prompt, what no cache could beat that knows prompts only: the longest
-        beginning that an earlier one had too."""
-        *earlier, prompt = self.asked
+        """The best hit of the last prompt for a cache that knows prompts only: the share of its
+        longest beginning that an earlier prompt had too."""
+        *earlier, prompt = self.prompts
         shared = max((common(prompt, p) for p in earlier), default=0)
         return min(shared, len(prompt) - 1) / len(prompt)
 
 
-def chat(bench: Bench, turns: int, answer: int, system: int, memory: str | None = None) -> None:
-    """A chat that goes on; every turn sends the whole history again. `memory`: another Rewarm with
-    just this budget beside the others."""
+def chat(bench: Bench, turns: int, answer: int, shared: int, memory: str | None = None) -> None:
+    """A chat in which every turn sends the whole history again, after a system prompt of `shared`
+    tokens. `memory` is the budget of another Rewarm beside the others."""
     options: list[Sequence[str]] = [(), NO_WARM]
     if memory is not None:
         options.append((*NO_WARM, "--memory", memory))
     questions = [bench.question(24) for _ in range(turns)]
-    first = {"role": "system", "content": bench.text(system)}
+    first = system(bench.text(shared))
     columns = ("turn", "side", "prompt", "prefilled", "hit", "best", "TTFT ms", "held MB")
     sheet = bench.result.sheet(f"{turns} turns of {answer} tokens", *columns)
     hits = bench.result.plot("Hit by turn", "turn", "%")
@@ -64,30 +64,25 @@ def chat(bench: Bench, turns: int, answer: int, system: int, memory: str | None 
     held = bench.result.plot("Bytes held by turn", "turn", "MB")
     with bench.sides(*options) as sides:
         talks = [Talk(bench, side, first) for side in sides]
-        with (
-            bench.ending(lambda: _whole_chats(bench, talks)),
-            bench.steps("turns", turns * len(sides)) as step,
-        ):
-            for turn in range(turns):
-                for talk in in_turns(talks, turn):
-                    reply, name = talk.say(questions[turn], answer, ends=True), talk.side.name
-                    nbytes = talk.side.held()
-                    hits.add(name, turn + 1, 100 * hit(reply))
-                    times.add(name, turn + 1, 1e3 * reply.ttft)
-                    if nbytes is not None:
-                        held.add(name, turn + 1, nbytes / 1e6)
-                    if turn + 1 in SHOWN_TURNS or turn + 1 == turns:
-                        sheet.add(
-                            turn + 1,
-                            name,
-                            reply.prompt,
-                            reply.prefilled,
-                            shown(hit(reply)),
-                            shown(talk.best),
-                            f"{1e3 * reply.ttft:.0f}",
-                            _shown_mb(nbytes),
-                        )
-                    step()
+        with bench.concluding(lambda: _whole_chats(bench, talks)):
+            for turn, talk in bench.in_turns("turns", talks, turns):
+                reply, name = talk.say(questions[turn], answer, ends=True), talk.side.name
+                nbytes = talk.side.held()
+                hits.add(name, turn + 1, 100 * hit(reply))
+                times.add(name, turn + 1, 1e3 * reply.ttft)
+                if nbytes is not None:
+                    held.add(name, turn + 1, nbytes / 1e6)
+                if turn + 1 in SHOWN_TURNS or turn + 1 == turns:
+                    sheet.add(
+                        turn + 1,
+                        name,
+                        reply.prompt,
+                        reply.prefilled,
+                        percent(hit(reply)),
+                        percent(talk.best),
+                        f"{1e3 * reply.ttft:.0f}",
+                        megabytes(nbytes),
+                    )
 
 
 def _whole_chats(bench: Bench, talks: list[Talk]) -> None:
@@ -97,7 +92,7 @@ def _whole_chats(bench: Bench, talks: list[Talk]) -> None:
     for talk in talks:
         sheet.add(
             talk.side.name,
-            shown(hit(*talk.replies)),
+            percent(hit(*talk.replies)),
             f"{sum(r.ttft for r in talk.replies):.2f}",
             f"{sum(r.total - r.ttft for r in talk.replies):.2f}",
             f"{talk.side.warm_tokens():,}",
@@ -111,7 +106,7 @@ def branch(bench: Bench, turns: int, answer: int) -> None:
         f"after {turns} turns", "what", "side", "prompt", "hit", "best", "TTFT ms"
     )
     plot = bench.result.plot("Hit by request: a chat, then its forks", "request", "%")
-    system = {"role": "system", "content": bench.text(200)}
+    first = system(bench.text(200))
     questions = [bench.question(30) for _ in range(turns)]
     others = [bench.question(30) for _ in range(4)]
     edited = turns // 3
@@ -120,10 +115,10 @@ def branch(bench: Bench, turns: int, answer: int) -> None:
         "another last question": lambda said: [*said[:-2], user(others[0])],
         f"turn {edited + 1} edited": lambda said: [*said[: 1 + 2 * edited], user(others[1])],
         f"turn {edited + 1} edited again": lambda said: [*said[: 1 + 2 * edited], user(others[2])],
-        "another first question": lambda said: [system, user(others[3])],
+        "another first question": lambda said: [first, user(others[3])],
     }
     with bench.sides(NO_WARM) as sides:
-        talks = [Talk(bench, side, system) for side in sides]
+        talks = [Talk(bench, side, first) for side in sides]
 
         def row(talk: Talk, name: str, reply: Answered) -> None:
             plot.add(talk.side.name, len(talk.replies), 100 * hit(reply))
@@ -131,25 +126,19 @@ def branch(bench: Bench, turns: int, answer: int) -> None:
                 name,
                 talk.side.name,
                 reply.prompt,
-                shown(hit(reply)),
-                shown(talk.best),
+                percent(hit(reply)),
+                percent(talk.best),
                 f"{1e3 * reply.ttft:.0f}",
             )
 
-        with (
-            bench.ending(
-                lambda: compare_ttft(bench, [(talk.side, talk.replies) for talk in talks])
-            ),
-            bench.steps("requests", (turns + len(forks)) * len(sides)) as step,
+        with bench.concluding(
+            lambda: compare_ttft(bench, [(talk.side, talk.replies) for talk in talks])
         ):
-            for turn in range(turns):
-                for talk in in_turns(talks, turn):
-                    row(talk, f"turn {turn + 1}", talk.say(questions[turn], answer))
-                    step()
-            for i, (name, fork) in enumerate(forks.items()):
-                for talk in in_turns(talks, i):
-                    row(talk, name, talk.ask(fork(talk.history), answer))
-                    step()
+            for turn, talk in bench.in_turns("turns", talks, turns):
+                row(talk, f"turn {turn + 1}", talk.say(questions[turn], answer))
+            names = list(forks)
+            for i, talk in bench.in_turns("forks", talks, len(names)):
+                row(talk, names[i], talk.ask(forks[names[i]](talk.history), answer))
 
 
 def restart(bench: Bench, turns: int, answer: int) -> None:
@@ -158,7 +147,7 @@ def restart(bench: Bench, turns: int, answer: int) -> None:
         f"{turns} turns, a restart, and the next", "what", "side", "prompt", "hit", "TTFT ms"
     )
     plot = bench.result.plot("Hit by turn, the last one after a restart", "turn", "%")
-    system = {"role": "system", "content": bench.text(400)}
+    first = system(bench.text(400))
     questions = [bench.question(30) for _ in range(turns + 1)]
     after: dict[str, float] = {}
     with (
@@ -166,23 +155,23 @@ def restart(bench: Bench, turns: int, answer: int) -> None:
         bench.steps("turns", (turns + 1) * (3 if bench.peer else 2)) as step,
     ):
         start: dict[str, Callable[[], AbstractContextManager[Side]]] = {
-            "with a disk": lambda: rewarm(bench.place, ("--disk", disk, *NO_WARM)),
-            "without": lambda: rewarm(bench.place, NO_WARM),
+            "with a disk": lambda: rewarm(bench.location, ("--disk", disk, *NO_WARM)),
+            "without": lambda: rewarm(bench.location, NO_WARM),
         }
         if bench.peer:
-            start[bench.peer] = lambda: other(bench.peer or "", bench.place)
+            start[bench.peer] = lambda: other(bench.peer or "", bench.location)
         for name, running in start.items():
-            history: Messages = [system]
+            history: Messages = [first]
             for life in (questions[:turns], questions[turns:]):
                 with running() as side:
-                    side.wake(bench.place)
+                    side.wake(bench.location)
                     for question in life:
                         history.append(user(question))
                         reply = side.ask(history, answer)
                         turn = len(history) // 2
                         what = f"turn {turn}" if turn <= turns else "after the restart"
                         ttft = f"{1e3 * reply.ttft:.0f}"
-                        sheet.add(what, name, reply.prompt, shown(hit(reply)), ttft)
+                        sheet.add(what, name, reply.prompt, percent(hit(reply)), ttft)
                         plot.add(name, turn, 100 * hit(reply))
                         history.append(reply.message)
                         after[name] = reply.ttft
@@ -192,7 +181,3 @@ def restart(bench: Bench, turns: int, answer: int) -> None:
         bench.result.figures[f"TTFT after the restart, {name} over with a disk"] = (
             f"{cold / warm:.2f}"
         )
-
-
-def _shown_mb(nbytes: int | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / 1e6:.2f}"

@@ -1,4 +1,4 @@
-"""A chat over HTTP, as a client sees it: when the first token came, and what the usage says."""
+"""A client of a chat server: it notes when each token came, and the usage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PATIENCE = 1800.0
-"""Seconds that an answer may take: a long prompt on a slow machine is no error."""
+"""Seconds that an answer may take. A long prompt on a slow machine is no error."""
 
 
 @dataclass
@@ -23,22 +23,28 @@ class Answered:
     prompt: int = 0
     cached: int = 0
     counted: bool = False
-    """Whether the server says how many tokens were cached: not all do."""
+    """The server said how many tokens were cached. Not all servers do."""
     finish: str = ""
     text: str = ""
     reasoning: str = ""
     times: list[float] = field(default_factory=list)
-    """When each piece of text came."""
-    timings: dict[str, float] = field(default_factory=dict)
-    """Rewarm's own, where it is Rewarm."""
+    """The moment at which each piece of text came."""
 
     @property
     def prefilled(self) -> int:
         return self.prompt - self.cached
 
     @property
+    def per_token(self) -> float | None:
+        """Seconds a token after the first one. None where that cannot be known: for a single token,
+        and where several tokens come as one piece of text."""
+        if len(self.times) < max(2, self.tokens / 2) or self.tokens < 2:
+            return None
+        return (self.times[-1] - self.times[0]) / (self.tokens - 1)
+
+    @property
     def message(self) -> dict[str, Any]:
-        """As a client sends it back in the next turn."""
+        """The answer as a client sends it back in the next turn."""
         said: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             said["reasoning_content"] = self.reasoning
@@ -48,7 +54,7 @@ class Answered:
 def ask(
     url: str, messages: list[dict[str, Any]], max_tokens: int, more: dict[str, Any] | None = None
 ) -> Answered:
-    """`more`: other fields of the request, the model's name among them where it matters."""
+    """Send a chat and read the streamed answer. `more` are other fields of the request."""
     body: dict[str, Any] = {
         "messages": messages,
         "max_tokens": max_tokens,
@@ -74,16 +80,11 @@ def ask(
 
 
 def hit(*replies: Answered) -> float:
-    """The share of their prompts' tokens that was not computed; NaN where a server keeps it to
-    itself."""
+    """The share of the prompts' tokens that was not computed; NaN where a server does not say."""
     prompt = sum(r.prompt for r in replies)
     if not prompt or not all(r.counted for r in replies):
         return math.nan
     return sum(r.cached for r in replies) / prompt
-
-
-def shown(share: float) -> str:
-    return "-" if math.isnan(share) else f"{share:.1%}"
 
 
 def get(url: str) -> Any:
@@ -92,7 +93,7 @@ def get(url: str) -> Any:
 
 
 def read_metric(url: str, name: str) -> float:
-    """The sum of a metric over its labels."""
+    """The sum of a Prometheus metric over its labels."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE) as response:
         lines = response.read().decode().splitlines()
     return sum(
@@ -114,7 +115,7 @@ def _take(answer: Answered, event: dict[str, Any], now: float) -> None:
         answer.text += text
         answer.reasoning += thought
         answer.finish = choice.get("finish_reason") or answer.finish
-        # A tool call, and a token that is no text yet, come without text: the end counts as well.
+        # A tool call and a token that is no text yet have no text, so the end counts as well.
         if text or thought or delta.get("tool_calls") or choice.get("finish_reason"):
             answer.times.append(now)
     usage = event.get("usage")
@@ -123,5 +124,3 @@ def _take(answer: Answered, event: dict[str, Any], now: float) -> None:
         answer.tokens = int(usage.get("completion_tokens") or 0)
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         answer.cached, answer.counted = int(cached or 0), cached is not None
-    if event.get("rewarm"):
-        answer.timings = dict(event["rewarm"].get("timings") or {})

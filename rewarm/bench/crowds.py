@@ -1,61 +1,69 @@
-"""Scenarios of many conversations, over HTTP as their clients would see them: burst and agent."""
+"""The scenarios `burst` and `agent`: many conversations over HTTP, as their clients see them."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from rewarm.errors import InvalidOption
 
-from .bench import NO_WARM, Bench, Messages, compare_ttft, in_turns, user
-from .client import Answered, hit, shown
-from .figures import Spread, amplification, ratios
+from .bench import NO_WARM, Bench, Messages, compare_ttft, system
+from .client import Answered, hit
+from .figures import Spread, amplification, megabytes, percent, ratios
 from .sides import Side
 
+Seconds = dict[str, dict[str, list[float]]]
+"""The seconds of every burst, by "cold" or "again", and by side."""
 
-def burst(bench: Bench, parallel: int, system: int, answer: int) -> None:
-    """Requests at the same moment over one system prompt: cold, and other ones again."""
+
+def burst(bench: Bench, parallel: int, shared: int, answer: int) -> None:
+    """Requests at the same moment over one system prompt: cold, and then others over the same."""
     sheet = bench.result.sheet(
-        f"{parallel} at once over {system:,} tokens",
+        f"{parallel} at once over {shared:,} tokens",
         *("round", "side", "hit", "prefilled", "amplification"),
-        *("first TTFT ms", "last TTFT ms", "seconds"),
+        *("first TTFT ms", "last TTFT ms", "seconds", "tokens/s"),
     )
     plot = bench.result.plot("A burst's seconds, cold and again", "burst", "s")
-    seconds: dict[tuple[str, str], list[float]] = {}
+    seconds: Seconds = {"cold": defaultdict(list), "again": defaultdict(list)}
     with (
         bench.sides(NO_WARM) as sides,
-        bench.ending(lambda: _compare_bursts(bench, sides, seconds)),
-        bench.steps("bursts", 2 * bench.rounds * len(sides)) as step,
+        bench.concluding(partial(_compare_bursts, bench, sides, seconds)),
     ):
-        for i in range(2 * bench.rounds):
-            again = bool(i % 2)
-            if not again:
-                shared = {"role": "system", "content": bench.text(system)}
-            chats = [[shared, user(bench.text(20))] for _ in range(parallel)]
-            name = "again" if again else "cold"
-            for side in in_turns(sides, i // 2):
-                replies = _at_once(side, chats, answer)
-                took = max(r.total for r in replies)
-                seconds.setdefault((side.name, name), []).append(took)
-                plot.add(side.name, i + 1, took)
-                prefilled = sum(r.prefilled for r in replies)
-                known = all(r.counted for r in replies)
-                # Again, the system prompt is known, and no trie of these prompts alone.
-                amplified = known and not again
-                prompts = [bench.tokens(c) for c in chats] if amplified else []
-                sheet.add(
-                    f"{i // 2 + 1} {name}",
-                    side.name,
-                    shown(hit(*replies)),
-                    f"{prefilled:,}" if known else "-",
-                    f"{amplification(prefilled, prompts):.3f}" if amplified else "",
-                    f"{1e3 * min(r.ttft for r in replies):.0f}",
-                    f"{1e3 * max(r.ttft for r in replies):.0f}",
-                    f"{took:.2f}",
-                )
-                step()
+        for i in range(bench.rounds):
+            prompt = system(bench.text(shared))
+            for name, by_side in seconds.items():
+                chats = [[prompt, bench.user(20)] for _ in range(parallel)]
+                for _, side in bench.in_turns(f"round {i + 1}, {name}", sides, 1, first=i):
+                    replies = _at_once(side, chats, answer)
+                    took = max(r.total for r in replies)
+                    by_side[side.name].append(took)
+                    plot.add(side.name, 2 * i + 1 + (name == "again"), took)
+                    # In the second burst the system prompt is known, which no trie of these alone
+                    # shows.
+                    prompts = [bench.tokens(c) for c in chats] if name == "cold" else []
+                    each = [r.per_token for r in replies]
+                    sheet.add(
+                        f"{i + 1} {name}",
+                        side.name,
+                        *_work(replies, prompts),
+                        f"{1e3 * min(r.ttft for r in replies):.0f}",
+                        f"{1e3 * max(r.ttft for r in replies):.0f}",
+                        f"{took:.2f}",
+                        f"{sum(1 / e for e in each if e):.1f}" if all(each) else "-",
+                    )
+
+
+def _work(replies: list[Answered], prompts: list[list[int]]) -> tuple[str, str, str]:
+    """The hit, the tokens that were prefilled, and the amplification over these prompts."""
+    if not all(r.counted for r in replies):
+        return "-", "-", "-"
+    prefilled = sum(r.prefilled for r in replies)
+    amplified = f"{amplification(prefilled, prompts):.3f}" if prompts else ""
+    return percent(hit(*replies)), f"{prefilled:,}", amplified
 
 
 def _at_once(side: Side, chats: list[Messages], answer: int) -> list[Answered]:
@@ -63,66 +71,58 @@ def _at_once(side: Side, chats: list[Messages], answer: int) -> list[Answered]:
     try:
         return list(pool.map(lambda chat: side.ask(chat, answer), chats))
     finally:
-        # After Ctrl-C nobody waits for the answers: they end with their server.
+        # After Ctrl-C the answers are not waited for: they end with their server.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _compare_bursts(
-    bench: Bench, sides: list[Side], seconds: dict[tuple[str, str], list[float]]
-) -> None:
-    ours = sides[0].name
-    for side, name in seconds:
-        if side != ours and (ours, name) in seconds:
-            bench.result.figures[f"{name}: {side} takes so many times longer"] = str(
-                ratios(seconds[(ours, name)], seconds[(side, name)])
-            )
+def _compare_bursts(bench: Bench, sides: list[Side], seconds: Seconds) -> None:
+    ours, *others = (side.name for side in sides)
+    for name, by_side in seconds.items():
+        for side in others:
+            if by_side[ours] and by_side[side]:
+                found = ratios(by_side[ours], by_side[side])
+                bench.result.figures[f"{name}: {side} takes so many times longer"] = str(found)
 
 
 def agent(bench: Bench, name: str, recorded: list[Messages], answer: int) -> None:
-    """Recorded tool loops, each request with the recorded history, taking turns."""
+    """Recorded tool loops, each request with the recorded history. The conversations take turns."""
     sheet = bench.result.sheet(
         f"{len(recorded)} conversations of {name}",
-        *("side", "requests", "prompt tokens", "hit", "amplification", "TTFT ms", "held MB"),
+        *("side", "requests", "prompt tokens", "hit", "prefilled", "amplification"),
+        *("TTFT ms", "held MB"),
     )
     hits = bench.result.plot("Hit by request", "request", "%")
     times = bench.result.plot("Time to the first token by request", "request", "ms")
-    prompts = list(_taking_turns(recorded))
+    prompts = list(_prompts_in_turns(recorded))
     with bench.sides((), NO_WARM) as sides:
         got: dict[str, list[Answered]] = {side.name: [] for side in sides}
 
-        def whole() -> None:
+        def summary() -> None:
             for side in sides:
                 replies = got[side.name]
-                if not replies:
-                    continue
-                tokens = [bench.tokens(messages) for messages in prompts[: len(replies)]]
-                prefilled = sum(r.prefilled for r in replies)
-                counted = all(r.counted for r in replies)
-                held = side.held()
-                sheet.add(
-                    side.name,
-                    len(replies),
-                    f"{sum(r.prompt for r in replies):,}",
-                    shown(hit(*replies)),
-                    f"{amplification(prefilled, tokens):.3f}" if counted else "-",
-                    f"{1e3 * Spread.of(r.ttft for r in replies).median:.0f}",
-                    "-" if held is None else f"{held / 1e6:.1f}",
-                )
+                if replies:
+                    tokens = [bench.tokens(messages) for messages in prompts[: len(replies)]]
+                    sheet.add(
+                        side.name,
+                        len(replies),
+                        f"{sum(r.prompt for r in replies):,}",
+                        *_work(replies, tokens),
+                        f"{1e3 * Spread.of(r.ttft for r in replies).median:.0f}",
+                        megabytes(side.held()),
+                    )
             compare_ttft(bench, [(side, got[side.name]) for side in sides])
 
-        with bench.ending(whole), bench.steps("requests", len(prompts) * len(sides)) as step:
-            for i, messages in enumerate(prompts):
-                for side in in_turns(sides, i):
-                    reply = side.ask(messages, answer)
-                    side.settle(reply)
-                    got[side.name].append(reply)
-                    hits.add(side.name, i + 1, 100 * hit(reply))
-                    times.add(side.name, i + 1, 1e3 * reply.ttft)
-                    step()
+        with bench.concluding(summary):
+            for i, side in bench.in_turns("requests", sides, len(prompts)):
+                reply = side.ask(prompts[i], answer)
+                side.settle(reply)
+                got[side.name].append(reply)
+                hits.add(side.name, i + 1, 100 * hit(reply))
+                times.add(side.name, i + 1, 1e3 * reply.ttft)
 
 
 def conversations(file: Path) -> list[Messages]:
-    """Lists of OpenAI messages: a JSON list of them, or of objects that hold one."""
+    """Conversations of OpenAI messages: a JSON list of lists, or of objects that hold a list."""
     try:
         document = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -135,7 +135,7 @@ def conversations(file: Path) -> list[Messages]:
         held = next((v for v in lists if isinstance(v, list) and v and _is_message(v[0])), [])
         if held:
             found.append([{k: v for k, v in m.items() if v is not None} for m in held])
-    if not any(True for _ in _taking_turns(found)):
+    if not any(True for _ in _prompts_in_turns(found)):
         raise InvalidOption(
             f"{file} holds no conversation with an answer: give a JSON list of lists of messages"
         )
@@ -146,8 +146,8 @@ def _is_message(value: object) -> bool:
     return isinstance(value, dict) and "role" in value
 
 
-def _taking_turns(recorded: list[Messages]) -> Iterator[Messages]:
-    """Every prompt of every conversation; the conversations take turns."""
+def _prompts_in_turns(recorded: list[Messages]) -> Iterator[Messages]:
+    """Every prompt of every conversation: the first ones of all, then the second ones."""
     prompts = [
         [chat[:i] for i, m in enumerate(chat) if m["role"] == "assistant" and i]
         for chat in recorded

@@ -1,7 +1,8 @@
-"""The bench's arithmetic."""
+"""The bench's arithmetic, and how its figures are shown."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from rewarm.values import Tokens
 
 @dataclass(frozen=True)
 class Spread:
-    """What several rounds gave."""
+    """The median and the range of several rounds."""
 
     median: float
     least: float
@@ -30,20 +31,21 @@ class Spread:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """How many times less `ours` is, round by round: what disturbed a round disturbed both. The
-    rounds that both have: one may have been interrupted."""
+    """How many times as much `theirs` is, round by round: what disturbed a round disturbed both.
+
+    Only rounds that both have count, since a run may have been interrupted."""
     return Spread.of(b / a for a, b in zip(ours, theirs, strict=False))
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """The number of tokens that both begin with."""
     length = min(len(a), len(b))
     differ = np.flatnonzero(np.asarray(a[:length]) != np.asarray(b[:length]))
     return int(differ[0]) if len(differ) else length
 
 
 def trie_size(prompts: Iterable[Sequence[int] | Tokens]) -> int:
-    """Distinct tokens over all prompts: each after its own past."""
+    """The number of distinct tokens over all prompts. A token counts once after each past."""
     tree = Tree()
     size = 0
     for prompt in prompts:
@@ -59,6 +61,14 @@ def trie_size(prompts: Iterable[Sequence[int] | Tokens]) -> int:
 
 
 def amplification(prefilled: int, prompts: Iterable[Sequence[int] | Tokens]) -> float:
-    """Tokens prefilled for requests over distinct tokens: 1.0 is the floor."""
+    """The tokens prefilled over the distinct tokens; 1.0 is the floor."""
     size = trie_size(prompts)
     return prefilled / size if size else 0.0
+
+
+def percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{share:.1%}"
+
+
+def megabytes(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 1e6:.2f}"

@@ -1,46 +1,21 @@
-"""`rewarm bench trace`: policies beside one another, over budgets."""
+"""The scenario `trace`: retention policies beside one another, over budgets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rewarm.errors import InvalidOption
 from rewarm.options import parse_size
 
 from .bench import Bench
-from .profiles import Profile, profile
-from .simulate import POLICIES, WAYS, Outcome, Policy, replay
+from .profiles import Profile
+from .simulate import WAYS, Outcome, Policy, replay
 from .traces import read
 
 
-@dataclass(frozen=True)
-class Wanted:
-    files: Sequence[Path]
-    profile: Profile
-    budgets: list[int]
-    policies: list[Policy]
-    stagger: float
-    seed: int
-
-
-def checked(
-    files: Sequence[Path], name: str, memory: str, policy: str, stagger: float, seed: int
-) -> Wanted:
-    """Raise for what cannot be meant, before anything is read."""
-    policies: list[Policy] = []
-    for word in policy.split(","):
-        found = [p for p in POLICIES if p == word.strip()]
-        if not found:
-            raise InvalidOption(f"policy {word!r} is unknown: give some of {', '.join(POLICIES)}")
-        policies += found
-    return Wanted(files, profile(name), budgets(memory), policies, stagger, seed)
-
-
 def budgets(memory: str) -> list[int]:
-    """Sizes with commas; a range doubles from its first to its last."""
+    """Sizes with commas between them. A range doubles from its first size to its last."""
     found: list[int] = []
     for part in memory.split(","):
         first, _, last = part.partition("..")
@@ -52,17 +27,26 @@ def budgets(memory: str) -> list[int]:
     return found
 
 
-def compare(bench: Bench, wanted: Wanted) -> None:
+def compare(
+    bench: Bench,
+    files: Sequence[Path],
+    profile: Profile,
+    memory: Sequence[int],
+    policies: Sequence[Policy],
+    stagger: float,
+    seed: int,
+) -> None:
+    """Replay the files as one trace with every policy, within every budget of `memory`."""
     with bench.steps("reading", 1):
-        trace = read(wanted.files, wanted.stagger, wanted.seed)
+        trace = read(files, stagger, seed)
     trie = trace.trie_tokens()
     result = bench.result
-    result.model = wanted.profile.name
+    result.model = profile.name
     result.figures["requests"] = f"{len(trace.requests):,}, {trace.blocks:,} blocks"
     result.figures["prompt tokens"] = f"{trace.prompt_tokens:,}, {trie:,} of them distinct"
     result.figures["hit rate that no cache can beat"] = f"{1 - trie / trace.prompt_tokens:.2%}"
     sheet = result.sheet(
-        f"{trace.name}, {wanted.profile.name}",
+        f"{trace.name}, {profile.name}",
         *("budget", "policy", "hit rate", "amplification", "FLOPs saved", "checkpoints"),
         "gap closed",
     )
@@ -83,19 +67,19 @@ def compare(bench: Bench, wanted: Wanted) -> None:
             hits.add(name, budget / 1e9, 100 * outcome.hit_rate)
             work.add(name, budget / 1e9, outcome.amplification)
 
-    replays = len(wanted.budgets) * sum(len(WAYS[p]) for p in wanted.policies)
+    replays = len(memory) * sum(len(WAYS[p]) for p in policies)
     with bench.steps("replaying", replays * len(trace.requests)) as step:
-        for budget in wanted.budgets:
+        for budget in memory:
             outcomes: dict[str, Outcome] = {}
-            with bench.ending(partial(rows, budget, outcomes)):
-                for policy in wanted.policies:
+            with bench.concluding(partial(rows, budget, outcomes)):
+                for policy in policies:
                     outcomes[policy] = replay(
-                        *(trace, wanted.profile, budget, policy), trie_tokens=trie, on_request=step
+                        *(trace, profile, budget, policy), trie_tokens=trie, on_request=step
                     )
 
 
 def gap_closed(outcomes: dict[str, Outcome]) -> str:
-    """The share of the way from LRU to clairvoyant; nothing where that is no way to speak of."""
+    """The share of the distance from LRU to clairvoyant. It is left out where both are equal."""
     if not {"rewarm", "lru", "clairvoyant"} <= outcomes.keys():
         return ""
     ours, lru, best = (outcomes[p].hit_rate for p in ("rewarm", "lru", "clairvoyant"))

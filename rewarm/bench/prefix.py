@@ -1,4 +1,4 @@
-"""The scenario `prefix`: a prompt cold, one that goes on from it, one that leaves it at its end."""
+"""The scenario `prefix`: a prompt cold, one that continues it, one that differs near its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -17,43 +17,33 @@ import rewarm
 from rewarm.cache import PrefixCache
 from rewarm.cache.payload import detached
 from rewarm.engine import Engine, Loaded, Request
-from rewarm.errors import InvalidOption
 from rewarm.options import EngineOptions
-from rewarm.values import Boundary, Cost, Finish, Sampled
+from rewarm.values import Boundary, Cost, Finish, Sampled, Tokens
 
-from .bench import NO_WARM, Bench, in_turns, user
-from .client import Answered, hit, shown
-from .figures import Spread, ratios
+from .bench import NO_WARM, Bench, system
+from .client import Answered, hit
+from .figures import Spread, percent, ratios
+from .local import milliseconds, random_tokens
 from .result import Sheet
 from .sides import Side
 
 TAIL = 64
-"""Tokens in which a prompt differs from its neighbour, at its end."""
+"""Tokens at the end of a prompt in which it differs from its neighbour."""
 
 USUAL = (2000, 20_000, 100_000)
-"""Lengths, the last one for GPUs."""
+"""The lengths where none are given. The last one is for GPUs."""
 
 ANSWERED = 1024
-"""Tokens that a prompt has beside its length over HTTP, and more."""
+"""An upper bound of the tokens that a prompt has beside its length, with its answer."""
 
 PLOT = "Time to the first token by length"
 
 RESTORES = 5
-"""So many restores are timed in each round, a copy of as many bytes beside each."""
-
-
-def lengths(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) <= TAIL:
-        raise InvalidOption(f"--lengths {text!r}: give numbers above {TAIL}, commas between them")
-    return found
+"""Restores in each round. Copies of as many bytes are timed beside each."""
 
 
 def usual(bench: Bench, context: int) -> list[int]:
-    """The lengths that are measured where none are given."""
+    """The lengths where none are given, as far as they fit into the context."""
     wanted = list(USUAL) if mx.default_device() != mx.cpu else list(USUAL[:-1])
     fitting = [n for n in wanted if n + ANSWERED <= context]
     if fitting != wanted:
@@ -62,11 +52,15 @@ def usual(bench: Bench, context: int) -> list[int]:
     return fitting or [context // 2]
 
 
-class Asked(NamedTuple):
-    """A request, and until its whole answer was there."""
+class TimedRequest(NamedTuple):
+    """The cost of a request, and the time until its whole answer was there."""
 
-    report: Cost
+    cost: Cost
     total_ms: float
+
+
+Rounds = dict[str, list[TimedRequest]]
+"""The requests of all rounds, by the kind of prompt."""
 
 
 def prefix(bench: Bench, lengths: list[int] | None, answer: int, http: bool) -> None:
@@ -79,19 +73,17 @@ def prefix(bench: Bench, lengths: list[int] | None, answer: int, http: bool) -> 
         "restore, beside one copy of its bytes: the least (the median)",
         *("tokens", "MB", "restore ms", "one copy ms", "into memory at hand", "times one copy"),
     )
-    with engine(bench.place) as running:
+    with engine(bench.location) as running:
         lengths = lengths or usual(bench, running.context)
-        with bench.steps("prompts", len(lengths) * bench.rounds) as step:
-            for length in lengths:
-                rounds: dict[str, list[Asked]] = {"cold": [], "exact": [], "nearest": []}
-                restores = _Restores()
-                with (
-                    bench.ending(partial(_rows, bench, sheet, length, rounds)),
-                    bench.ending(partial(restores.row, speed, length)),
-                ):
-                    for _ in range(bench.rounds):
-                        _round(bench, running, length, answer, rounds, restores)
-                        step()
+        for length in lengths:
+            rounds: Rounds = {"cold": [], "exact": [], "nearest": []}
+            restores = _Restores()
+            with (
+                bench.concluding(partial(_rows, bench, sheet, length, rounds)),
+                bench.concluding(partial(restores.row, speed, length)),
+            ):
+                for _ in bench.each(f"{length:,} tokens", range(bench.rounds)):
+                    _round(bench, running, length, answer, rounds, restores)
     if http:
         _over_http(bench, lengths, answer)
 
@@ -101,13 +93,11 @@ def _round(
     running: Engine,
     length: int,
     answer: int,
-    rounds: dict[str, list[Asked]],
+    rounds: Rounds,
     restores: _Restores,
 ) -> None:
-    vocabulary = len(bench.tokenizer)
-    draw = np.random.default_rng(bench.draw.randrange(1 << 30))
-    tokens = draw.integers(10, vocabulary - 10, length + TAIL, dtype=np.int32)
-    tail = draw.integers(10, vocabulary - 10, TAIL, dtype=np.int32)
+    size, seed = len(bench.tokenizer), bench.draw.randrange(1 << 30)
+    tokens, tail = random_tokens(length + TAIL, size, seed), random_tokens(TAIL, size, seed + 1)
     prompts = {
         "cold": tokens[:length],
         "exact": tokens,
@@ -117,16 +107,16 @@ def _round(
     for name, prompt in prompts.items():
         rounds[name].append(_ask(running, prompt, turn, answer))
     for _ in range(RESTORES):
-        restores.take(running, tokens, turn)
-    running.cache.clear(give_back=False)  # a running server has it
+        restores.measure(running, tokens, turn)
+    running.cache.clear(give_back=False)  # a running server has that memory, too
     gc.collect()
 
 
 class Waiting:
-    """A sink that waits for the end."""
+    """A sink for which a thread can wait until its request has ended."""
 
     def __init__(self) -> None:
-        self.report: Cost | None = None
+        self.cost: Cost | None = None
         self.error: Exception | None = None
         self._over = threading.Event()
 
@@ -135,8 +125,8 @@ class Waiting:
         return False
 
     def ended(self, choice: int, reason: Finish) -> None: ...
-    def done(self, report: Cost) -> None:
-        self.report = report
+    def done(self, cost: Cost) -> None:
+        self.cost = cost
         self._over.set()
 
     def failed(self, error: Exception) -> None:
@@ -144,18 +134,18 @@ class Waiting:
         self._over.set()
 
     def wait(self) -> Cost:
-        while not self._over.wait(0.2):  # in steps, so that Ctrl-C is heard
+        while not self._over.wait(0.2):  # in steps, so that Ctrl-C works
             pass
-        if self.report is None:
+        if self.cost is None:
             raise self.error or RuntimeError("no answer")
-        return self.report
+        return self.cost
 
 
 @contextmanager
-def engine(place: str, memory: str | int = "auto") -> Iterator[Engine]:
+def engine(location: str) -> Iterator[Engine]:
     def load() -> Loaded:
-        model, tokenizer = rewarm.load(place)
-        return Loaded(model, tokenizer, PrefixCache(model, memory=memory))
+        model, tokenizer = rewarm.load(location)
+        return Loaded(model, tokenizer, PrefixCache(model))
 
     running = Engine(load, EngineOptions())
     running.start()
@@ -167,44 +157,44 @@ def engine(place: str, memory: str | int = "auto") -> Iterator[Engine]:
         running.stop()
 
 
-def _ask(running: Engine, prompt: Any, boundaries: list[Boundary], answer: int) -> Asked:
+def _ask(running: Engine, prompt: Tokens, boundaries: list[Boundary], answer: int) -> TimedRequest:
     sink = Waiting()
     began = time.perf_counter()
     running.submit(Request(prompt, sink, max_tokens=answer, boundaries=boundaries))
-    return Asked(sink.wait(), (time.perf_counter() - began) * 1e3)
+    return TimedRequest(sink.wait(), (time.perf_counter() - began) * 1e3)
 
 
-def _rows(bench: Bench, sheet: Sheet, length: int, rounds: dict[str, list[Asked]]) -> None:
-    cold = [asked.report.ttft_ms for asked in rounds["cold"]]
+def _rows(bench: Bench, sheet: Sheet, length: int, rounds: Rounds) -> None:
+    cold = [each.cost.ttft_ms for each in rounds["cold"]]
     plot = next((p for p in bench.result.plots if p.title == PLOT), None)
     plot = plot or bench.result.plot(PLOT, "tokens", "ms", log_x=True)
-    for name, each in rounds.items():
-        if not each:
+    for name, timed in rounds.items():
+        if not timed:
             continue
-        reports = [asked.report for asked in each]
-        faster = ratios([r.ttft_ms for r in reports], cold)
+        costs = [each.cost for each in timed]
+        faster = ratios([c.ttft_ms for c in costs], cold)
         if name != "cold":
             bench.result.figures[f"{length:,} tokens, {name}: times faster than cold"] = str(faster)
-        ttft = Spread.of(r.ttft_ms for r in reports).median
+        ttft = Spread.of(c.ttft_ms for c in costs).median
         plot.add(name, length, ttft)
         sheet.add(
             f"{length:,}",
             name,
             f"{ttft:.1f}",
             "" if name == "cold" else faster,
-            f"{Spread.of(asked.total_ms for asked in each).median:.1f}",
-            f"{reports[-1].match.resume:,}",
-            f"{reports[-1].match.replay:,}",
-            f"{Spread.of(r.match_ms for r in reports).median:.2f}",
-            f"{Spread.of(r.restore_ms for r in reports).median:.2f}",
-            f"{Spread.of(r.prefill_ms for r in reports).median:.1f}",
+            f"{Spread.of(each.total_ms for each in timed).median:.1f}",
+            f"{costs[-1].match.resume:,}",
+            f"{costs[-1].match.replay:,}",
+            f"{Spread.of(c.match_ms for c in costs).median:.2f}",
+            f"{Spread.of(c.restore_ms for c in costs).median:.2f}",
+            f"{Spread.of(c.prefill_ms for c in costs).median:.1f}",
         )
 
 
 class _Restores:
-    """Restores and copies in turns: MLX's into fresh memory, which a restore needs too and which a
-    CPU pays for page by page, more dearly than for the copy itself; and a plain one into memory
-    that is at hand, which is the machine's bandwidth."""
+    """Restores beside copies of as many bytes. MLX copies into new memory, as a restore does; on a
+    CPU the system hands that out page by page, which takes longer than the copy itself. A plain
+    copy goes into memory that the process has, which shows the machine's bandwidth."""
 
     def __init__(self) -> None:
         self.took: list[float] = []
@@ -212,18 +202,18 @@ class _Restores:
         self.fresh: list[float] = []
         self.nbytes = 0
 
-    def take(self, running: Engine, prompt: Any, boundaries: list[Boundary]) -> None:
-        report = _ask(running, prompt, boundaries, 1).report
-        self.took.append(report.restore_ms)
-        self.nbytes = report.restored_bytes
-        # Eight bytes to a number: MLX counts the numbers of an array in 32 bits.
+    def measure(self, running: Engine, prompt: Tokens, boundaries: list[Boundary]) -> None:
+        cost = _ask(running, prompt, boundaries, 1).cost
+        self.took.append(cost.restore_ms)
+        self.nbytes = cost.restored_bytes
+        # Numbers of eight bytes, since MLX counts the numbers of an array in 32 bits.
         array = mx.ones(max(self.nbytes // 8, 1), mx.int64)
         mx.eval(array)
-        at_hand = _at_hand(array)
+        copy = _copy(array)
         for _ in range(3):
-            self.copies.append(_ms(at_hand))
+            self.copies.append(milliseconds(copy))
             mx.clear_cache()
-            self.fresh.append(_ms(lambda: mx.eval(detached([array], 0))))
+            self.fresh.append(milliseconds(lambda: mx.eval(detached([array], 0))))
 
     def row(self, sheet: Sheet, length: int) -> None:
         if self.took:
@@ -234,13 +224,13 @@ class _Restores:
                 f"{took.least:.2f} ({took.median:.2f})",
                 f"{fresh.least:.2f} ({fresh.median:.2f})",
                 f"{copy.least:.2f} ({copy.median:.2f})",
-                # What disturbs a run only adds to it.
+                # The least, since disturbances only add time.
                 f"{took.least / fresh.least:.2f}",
             )
 
 
-def _at_hand(array: mx.array) -> Callable[[], object]:
-    """A copy into memory that was there before: on a GPU MLX keeps it, on a CPU it is ours."""
+def _copy(array: mx.array) -> Callable[[], object]:
+    """A copy into memory that the process has. On a GPU MLX keeps such memory by itself."""
     if mx.default_device() != mx.cpu:
         return lambda: mx.eval(detached([array], 0))
     source = np.array(array)
@@ -248,38 +238,26 @@ def _at_hand(array: mx.array) -> Callable[[], object]:
     return lambda: np.copyto(into, source)
 
 
-def _ms(do: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    do()
-    return (time.perf_counter() - began) * 1e3
-
-
 def _over_http(bench: Bench, lengths: list[int], answer: int) -> None:
     sheet = bench.result.sheet(
         "over HTTP: a system prompt and a question",
         *("tokens", "what", "side", "TTFT ms", "faster", "total ms", "hit"),
     )
-    with (
-        bench.sides(NO_WARM) as sides,
-        bench.steps("requests", len(lengths) * bench.rounds * len(sides)) as step,
-    ):
+    with bench.sides(NO_WARM) as sides:
         for length in lengths:
             got: dict[str, list[dict[str, Answered]]] = {side.name: [] for side in sides}
-            with bench.ending(partial(_http_rows, bench, sheet, length, sides, got)):
-                for i in range(bench.rounds):
-                    system = {"role": "system", "content": bench.text(length)}
-                    first, more, another = (user(bench.text(n)) for n in (TAIL, 16, TAIL))
-                    for side in in_turns(sides, i):
-                        cold = side.ask([system, first], answer)
-                        got[side.name].append(
-                            {
-                                "cold": cold,
-                                "exact": side.ask([system, first, cold.message, more], answer),
-                                "nearest": side.ask([system, another], answer),
-                            }
-                        )
-                        side.clear()
-                        step()
+            prompts = [
+                (system(bench.text(length)), bench.user(TAIL), bench.user(16), bench.user(TAIL))
+                for _ in range(bench.rounds)
+            ]
+            with bench.concluding(partial(_http_rows, bench, sheet, length, sides, got)):
+                for i, side in bench.in_turns(f"{length:,} over HTTP", sides, bench.rounds):
+                    beginning, first, more, another = prompts[i]
+                    cold = side.ask([beginning, first], answer)
+                    exact = side.ask([beginning, first, cold.message, more], answer)
+                    nearest = side.ask([beginning, another], answer)
+                    got[side.name].append({"cold": cold, "exact": exact, "nearest": nearest})
+                    side.clear()
 
 
 def _http_rows(
@@ -304,7 +282,7 @@ def _http_rows(
                 f"{1e3 * Spread.of(took).median:.1f}",
                 "" if name == "cold" else ratios(took, cold),
                 f"{1e3 * Spread.of(r.total for r in replies).median:.1f}",
-                shown(hit(replies[-1])),
+                percent(hit(replies[-1])),
             )
             if side.name != ours and got[ours]:
                 mine = [answers[name].ttft for answers in got[ours]]

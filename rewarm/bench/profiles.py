@@ -1,4 +1,4 @@
-"""Profiles: what a model's state weighs and what its tokens cost, without running the model."""
+"""Profiles: the bytes of a model's state and the FLOPs of its tokens, without running the model."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from rewarm.cache.layout import Layout
 
-from .archs import build, config, parameters
+from .archs import build, parameters, text_config
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Bytes are those that Rewarm's packed payloads take on a CPU: no rounding to pages."""
+    """Bytes are those of Rewarm's packed payloads on a CPU, without rounding to pages."""
 
     name: str
     row_bytes: int
-    """Full attention, a token."""
+    """The bytes of a token in all layers with full attention."""
     window_bytes: int
-    """Sliding windows, a token."""
+    """The bytes of a token in all sliding windows."""
     window: int
-    """Tokens that the longest window reaches back."""
+    """The tokens that the longest window reaches back."""
     state_bytes: int
-    """Recurrent state: one checkpoint."""
+    """The bytes of one checkpoint of recurrent state."""
     flops: float
-    """A prompt token, without attention: two for each weight that it meets."""
+    """FLOPs of a prompt token without attention: two for each weight that it meets."""
     flops_attention: float
-    """More for each token of context, over all layers with full attention."""
+    """FLOPs of a prompt token for each token of context, in all layers with full attention."""
     flops_window: float
-    """Likewise over all sliding windows, whose context is never longer than `window`."""
+    """The same in all sliding windows, whose context is never longer than `window`."""
 
     def prefill_flops(self, start: int, stop: int) -> float:
-        """What computing the tokens `start` to `stop` of a prompt takes."""
+        """FLOPs of computing the tokens `start` to `stop` of a prompt."""
         n = stop - start
         context = (start + stop) / 2 * n
         inside = max(0, min(stop, self.window) - start)
@@ -46,15 +46,14 @@ class Profile:
 
 @lru_cache
 def profile(name: str) -> Profile:
-    """The profile of one of `archs.ARCHS`, read from the shapes of mlx-lm's own, unevaluated."""
+    """The profile of one of `archs.ARCHS`, from the shapes of its model, which is not evaluated."""
     model = build(name)
     caches = list(make_prompt_cache(model))
     layout = Layout(caches)
     model(mx.zeros((1, 4), mx.int32), cache=caches)
-    made = config(name)
-    text = made.get("text_config", made)
+    text = text_config(name)
     queries = text["num_attention_heads"]
-    # Scores and their sum over the values: two multiplications and additions each.
+    # The scores, and their sum over the values: a multiplication and an addition each.
     per_layer = {
         group: 4.0 * queries * _width(layout, caches, group) for group in ("rows", "window")
     }
@@ -71,14 +70,14 @@ def profile(name: str) -> Profile:
 
 
 def _width(layout: Layout, caches: Sequence[Any], group: str) -> int:
-    """The length of a head's row."""
+    """The length of a row of a head."""
     found = [caches[i] for i in layout.groups[cast("Any", group)]]
     return int(found[0].keys.shape[3]) if found else 0
 
 
 def _weight_flops(model: Any, text: dict[str, Any]) -> float:
-    """Every matrix meets every token, but the embedding, the last layer's head, and the experts
-    that were not chosen."""
+    """FLOPs of a token for all weights but the embedding, the head, and experts that are not
+    chosen."""
     total = 0.0
     for name, value in parameters(model).items():
         if value.ndim < 2 or "embed" in name or "lm_head" in name:

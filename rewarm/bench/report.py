@@ -1,4 +1,4 @@
-"""One page with everything that was measured."""
+"""One HTML page of several results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ svg {{ max-width: 100%; height: auto }}
 
 
 def write(folder: Path) -> Path:
-    """`report.html` of all results in a folder."""
+    """Write `report.html` with all results of a folder."""
     found = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not found:
         raise InvalidOption(

@@ -1,4 +1,4 @@
-"""What a scenario found: tables and plots, as data."""
+"""The result of a scenario, as data: tables, plots and single figures."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Plot:
     x: str
     y: str
     lines: dict[str, list[list[float]]] = field(default_factory=dict)
-    """Points by name."""
+    """The points of each line, by its name."""
     log_x: bool = False
 
     def add(self, line: str, x: float, y: float) -> None:
-        """NaN, what is not known, is no point."""
+        """Add a point to a line. An unknown value, NaN, is left out."""
         if math.isnan(y):
             return
         self.lines.setdefault(line, []).append([x, y])
@@ -44,17 +44,17 @@ class Plot:
 
 @dataclass
 class Result:
-    """Filled while a scenario runs, so that what is done is kept when it is interrupted."""
+    """It is filled while a scenario runs, so that an interrupted run keeps what it measured."""
 
     scenario: str
     model: str
     command: str = ""
-    """The line that gives it again."""
+    """The command line that measures it again."""
     machine: dict[str, str] = field(default_factory=dict)
     sheets: list[Sheet] = field(default_factory=list)
     plots: list[Plot] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
-    """Single numbers, by name, for whoever reads the JSON."""
+    """Single values by name."""
     seconds: float = 0.0
     complete: bool = False
 
@@ -68,14 +68,13 @@ class Result:
 
     @property
     def measured(self) -> bool:
-        """Whether there is anything to keep."""
         return any(sheet.rows for sheet in self.sheets)
 
     def show(self, console: Console) -> None:
         for sheet in (s for s in self.sheets if s.rows):
             table = Table(*sheet.columns, box=None, title=sheet.title, title_justify="left")
             for column in table.columns:
-                column.overflow = "fold"  # where it is narrow, lines break, and nothing is lost
+                column.overflow = "fold"  # break lines of a narrow table rather than cut them
             for column in table.columns[1:]:
                 column.justify = "right"
             for row in sheet.rows:

@@ -25,27 +25,27 @@ from rewarm.errors import InvalidOption, NotReady
 from .client import Answered, ask, delete, get, read_metric
 
 LOADING = 600.0
-"""Seconds until a server must be ready."""
+"""Seconds within which a server must be ready."""
 
 STOPPING = 30.0
-"""Seconds that a server may take to stop when it is asked to."""
+"""Seconds within which a server must stop when it is asked to."""
 
 BEGINNING = 3.0
-"""Seconds after an answer within which warm-ahead begins, if at all: on a busy machine, late."""
+"""Seconds after an answer within which warm-ahead begins, even on a busy machine."""
 
 SPIN = {"OPENBLAS_THREAD_TIMEOUT": "24"}
-"""OpenBLAS' threads look for work for 2**24 cycles, not 2**28, before they sleep: whoever is asked
-next has its core a tenth of a second sooner."""
+"""OpenBLAS' threads look for work for 2**24 cycles instead of 2**28 before they sleep. So the next
+server that is asked has the cores a tenth of a second sooner."""
 
 MLX_LM = "mlx-lm"
 
-NOTE, SAID = "bytes", "said"
+NOTE, OUTPUT = "bytes", "output"
 
 DEFAULT_MODEL = "default_model"
-"""What mlx-lm's server calls the model that it was started with; Rewarm takes any name."""
+"""The name that mlx-lm's server has for the model that it was started with. Rewarm takes any."""
 
-# With the BLAS that Rewarm runs on, or the comparison would be one of BLAS libraries. Every time
-# its cache takes something in, it leaves a note of how many bytes that holds.
+# It imports rewarm for its BLAS: otherwise the comparison would be one of BLAS libraries. After
+# each insertion into its cache it writes a note with the bytes that the cache holds.
 MLX_LM_SERVER = """
 import os, sys
 import rewarm
@@ -66,25 +66,26 @@ main()
 
 @dataclass
 class Side:
-    """A server that was started."""
+    """A server that the bench has started."""
 
     name: str
     url: str
     ours: bool
     process: subprocess.Popen[bytes]
     folder: Path
-    """Where it leaves what it says, and a note of the bytes that it holds."""
+    """The folder of its output, and of mlx-lm's note of the bytes that its cache holds."""
     model: str = DEFAULT_MODEL
     """The name by which requests ask for its model."""
     ahead: int = 0
-    """Tokens computed ahead when it was last looked at."""
+    """The tokens that warm-ahead had computed at the last look."""
 
-    def wake(self, place: str) -> None:
-        """Until it is ready. What comes with a first request is none of the scenario's.
-        `place`: its model, as it was started with."""
+    def wake(self, location: str) -> None:
+        """Wait until it is ready and has answered a first request, which no scenario measures.
+
+        `location` is the model that it was started with."""
         _wait_until_ready(self)
         if not self.ours and self.name != MLX_LM:
-            self.model = _model_name(self.url, place)
+            self.model = _model_name(self.url, location)
         self.settle(self.ask([{"role": "user", "content": "Hello."}], 2))
 
     def ask(
@@ -99,8 +100,9 @@ class Side:
             raise NotReady(f"{self.name} does not answer: {error}") from error
 
     def settle(self, reply: Answered) -> None:
-        """Until what is computed ahead after this reply is done: a person would still be reading.
-        It begins a moment after an answer that ended by itself, and never after others."""
+        """Wait until warm-ahead after this reply is done, as it is while a person reads.
+
+        Warm-ahead begins a moment after an answer that ended by itself, and never after others."""
         ended = reply.finish in ("stop", "tool_calls")
         if not self.ours or not ended or "--no-warm-ahead" in self.name:
             return
@@ -114,7 +116,7 @@ class Side:
             time.sleep(0.01)
 
     def held(self) -> int | None:
-        """Bytes that its cache holds; None where it does not say."""
+        """The bytes that its cache holds; None where it does not say."""
         if self.ours:
             kinds = get(f"{self.url}/v1/cache")["bytes"]["memory"]
             return sum(int(n) for kind, n in kinds.items() if kind != "index")
@@ -124,20 +126,20 @@ class Side:
             return None
 
     def warm_tokens(self) -> int:
-        """Computed ahead of requests."""
+        """The tokens that were computed ahead of requests."""
         if not self.ours:
             return 0
         return int(read_metric(self.url, "rewarm_warm_ahead_tokens_total"))
 
     def clear(self) -> None:
-        """Forget everything, but keep the memory: a peer has no way to do either, so its prompts
-        must differ from round to round."""
+        """Clear our cache, but keep its memory. A peer's cache cannot be cleared, so prompts must
+        differ from round to round."""
         if self.ours:
             delete(f"{self.url}/v1/cache?give_back=false")
 
 
 def command(peer: str, model: str, port: int) -> list[str]:
-    """`peer`: "mlx-lm", or a command line with {model} and {port}."""
+    """The words of a peer's command: `peer` is "mlx-lm", or a line with {model} and {port}."""
     if peer == MLX_LM:
         words = ["-c", MLX_LM_SERVER, "--model", model, "--port", str(port), "--log-level", "ERROR"]
         return [sys.executable, *words]
@@ -156,35 +158,35 @@ def command(peer: str, model: str, port: int) -> list[str]:
 
 @contextmanager
 def rewarm(model: str, options: Sequence[str] = ()) -> Iterator[Side]:
-    """Our own server, with these options; `wake` it before it is asked."""
+    """Start our own server with these options. Call `wake` before you ask it anything."""
     port = _free_port()
     words = ["-m", "rewarm", "serve", model, "--port", str(port), *options]
     name = " ".join(["rewarm", *options])
-    with _running([sys.executable, *words], name, port, ours=True) as side:
+    with _started([sys.executable, *words], name, port, ours=True) as side:
         yield side
 
 
 @contextmanager
 def other(peer: str, model: str) -> Iterator[Side]:
-    """Named "peer" where it is a command, which is too long for a table."""
+    """Start a peer. A command is too long for a table, so its name is "peer"."""
     port = _free_port()
     name = peer if peer == MLX_LM else "peer"
-    with _running(command(peer, model, port), name, port, ours=False) as side:
+    with _started(command(peer, model, port), name, port, ours=False) as side:
         yield side
 
 
 @contextmanager
-def _running(words: list[str], name: str, port: int, *, ours: bool) -> Iterator[Side]:
+def _started(words: list[str], name: str, port: int, *, ours: bool) -> Iterator[Side]:
     with tempfile.TemporaryDirectory(prefix="rewarm-bench-") as made:
         folder = Path(made)
-        with (folder / SAID).open("wb") as output:
+        with (folder / OUTPUT).open("wb") as output:
             try:
                 process = subprocess.Popen(
                     words,
                     stdout=output,
                     stderr=output,
                     env={**SPIN, **os.environ, "REWARM_BENCH_BYTES": str(folder / NOTE)},
-                    start_new_session=True,  # Ctrl-C is the bench's, which then stops it in order
+                    start_new_session=True,  # Ctrl-C ends the bench, which then stops the server
                 )
             except OSError as error:
                 raise InvalidOption(f"{shlex.join(words)} cannot be started: {error}") from error
@@ -201,11 +203,11 @@ def _free_port() -> int:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """With all that it has started: a command may be a shell, or a tool that runs another."""
+    """Stop it with all processes that it has started: a command may be a shell."""
     try:
         _signal(process, signal.SIGTERM)
         process.wait(STOPPING)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # Ctrl-C again: at once, then
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # after a second Ctrl-C, at once
         pass
     finally:
         _signal(process, signal.SIGKILL)
@@ -222,21 +224,21 @@ def _wait_until_ready(side: Side) -> None:
     while time.monotonic() < until:
         if side.process.poll() is not None:
             how = f"ended with {side.process.returncode} before it was ready"
-            raise NotReady(f"{side.name} {how}{_last_words(side)}")
+            raise NotReady(f"{side.name} {how}{_last_output(side)}")
         if _answers(side.url):
             return
         time.sleep(0.1)
     how = f"answered neither /health nor /v1/models on {side.url} within {LOADING:.0f} s"
-    raise NotReady(f"{side.name} {how}{_last_words(side)}")
+    raise NotReady(f"{side.name} {how}{_last_output(side)}")
 
 
-def _last_words(side: Side) -> str:
-    last = (side.folder / SAID).read_text(errors="replace").strip().splitlines()[-5:]
+def _last_output(side: Side) -> str:
+    last = (side.folder / OUTPUT).read_text(errors="replace").strip().splitlines()[-5:]
     return ". It said last:" + "".join(f"\n  {line}" for line in last) if last else ""
 
 
 def _model_name(url: str, model: str) -> str:
-    """As this server calls it, where its list of models leaves no doubt."""
+    """The name of the model in this server's list of models, where that leaves no doubt."""
     try:
         found = [str(each["id"]) for each in get(f"{url}/v1/models")["data"]]
     except (OSError, ValueError, LookupError, TypeError):
@@ -245,7 +247,7 @@ def _model_name(url: str, model: str) -> str:
 
 
 def _answers(url: str) -> bool:
-    """By its health; by its list of models where it has no word for that."""
+    """Ask `/health`, and the list of models where the server has no `/health`."""
     for path in ("/health", "/v1/models"):
         try:
             with urllib.request.urlopen(url + path, timeout=10):

@@ -1,5 +1,6 @@
-"""The policy simulator: a trace goes through the real tree, placement and retention, and what a
-model would have had to compute is counted."""
+"""The policy simulator: a trace goes through the real tree, placement and retention.
+
+No model runs: it counts the tokens and the FLOPs that a model would have computed."""
 
 from __future__ import annotations
 
@@ -26,22 +27,17 @@ NEVER = 1 << 40
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a policy made of a trace within a budget."""
+    """The result of a policy on a trace within a budget."""
 
-    trace: str
-    profile: str
-    policy: str
-    memory: int
-    requests: int
     prompt_tokens: int
     cached_tokens: int
-    replayed_tokens: int
     trie_tokens: int
     flops_saved: float
     flops_all: float
     checkpoint_bytes: int
-    """Held by checkpoints when it ended, and by everything."""
+    """The bytes of checkpoints in memory at the end of the trace."""
     held_bytes: int
+    """The bytes of everything in memory at the end of the trace."""
     evictions: int
 
     @property
@@ -58,11 +54,11 @@ class Outcome:
 
 
 class Clairvoyant:
-    """Evicts what is needed again last. An offline bound, and a greedy one.
+    """Evicts the item whose next use is the farthest: an offline and greedy bound.
 
-    A span's next use is the next request that goes through its end. A checkpoint's is the next
-    request that would resume there: one that goes through it, and through no checkpoint below. So
-    it keeps chats whole, or not at all.
+    The next use of a span is the next request that goes through its end. The next use of a
+    checkpoint is the next request that would resume there: one that goes through it, and through no
+    checkpoint below. So this policy keeps chats whole, or not at all.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -74,7 +70,7 @@ class Clairvoyant:
         self._times = times[order]
         self._starts = np.searchsorted(ids[order], np.arange(int(ids.max()) + 2))
         self.now = -1
-        """The request that runs."""
+        """The number of the request that runs."""
 
     def worth(self, item: Item) -> float:
         return 1.0
@@ -82,7 +78,7 @@ class Clairvoyant:
     def last_used(self, item: Item) -> float:
         node = item.node
         below = checkpoints_below(node) if item.what == "checkpoint" else []
-        # On a tie the deeper goes first.
+        # On a tie the deeper item is evicted first.
         return -self._next(node, below) - min(node.end, 1 << 24) / (1 << 25)
 
     def age_penalty(self, item: Item) -> float:
@@ -107,9 +103,10 @@ class Clairvoyant:
 
 
 class ClairvoyantWork(Clairvoyant):
-    """Evicts what saves the least work per byte and request until it is needed again. A checkpoint
-    is needed by every request that goes through it: where memory is small, those below it will be
-    gone by then."""
+    """Evicts the item that saves the least work per byte and per request until its next use.
+
+    Every request that goes through a checkpoint uses it: where memory is small, the checkpoints
+    below it will be evicted by then."""
 
     def worth(self, item: Item) -> float:
         waits = self._next(item.node) - self.now
@@ -124,8 +121,8 @@ WAYS: dict[Policy, tuple[Callable[[Trace], Retention], ...]] = {
     "lru": (lambda _: LRU(),),
     "clairvoyant": (Clairvoyant, ClairvoyantWork),
 }
-"""What a policy is replayed with. Of several the best counts: two greedy bounds are nearer to what
-could be had than either."""
+"""The retention policies that stand for a policy. Of several the best result counts: the better of
+two greedy bounds is nearer to the optimum than either."""
 
 
 def replay(
@@ -138,11 +135,12 @@ def replay(
     chunk: int = 2048,
     on_request: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Every request in order, each done before the next one comes. Answers are not stored: the
-    traces do not say which of the next prompt's tokens they were."""
+    """Replay every request in order, each one complete before the next.
+
+    Answers are not stored: the traces do not say which tokens of the next prompt they are."""
     trie = trie_tokens or trace.trie_tokens()
     outcomes = [
-        _replayed(trace, profile, memory, policy, way(trace), trie, chunk, on_request)
+        _replayed(trace, profile, memory, way(trace), trie, chunk, on_request)
         for way in WAYS[policy]
     ]
     return max(outcomes, key=lambda outcome: outcome.hit_rate)
@@ -152,14 +150,13 @@ def _replayed(
     trace: Trace,
     profile: Profile,
     memory: int,
-    policy: Policy,
     retention: Retention,
     trie_tokens: int,
     chunk: int,
     on_request: Callable[[], None],
 ) -> Outcome:
     cache = sized_cache(profile, memory, retention, chunk)
-    cached = replayed = 0
+    cached = 0
     saved = total = 0.0
     for i, request in enumerate(trace.requests):
         on_request()
@@ -170,25 +167,18 @@ def _replayed(
         with cache.acquire(request.tokens(), boundaries=request.boundaries()) as lease:
             for cut in lease.cuts:
                 cache.commit(lease, cut.stop, checkpoint=cut.checkpoint)
-            if isinstance(retention, Clairvoyant):  # what was next is now past
+            if isinstance(retention, Clairvoyant):  # their next use is now in the past
                 cache.memory.ledger.noted.update(dict.fromkeys(lease.pin.node.path()))
         if request.waits:
             cache.mark_idle(lease.tokens, boundaries=request.boundaries())
         match = lease.cost.match
         cached += match.resume
-        replayed += match.replay
         saved += profile.prefill_flops(0, match.resume)
         total += profile.prefill_flops(0, match.tokens)
     stats = cache.stats()
     return Outcome(
-        trace=trace.name,
-        profile=profile.name,
-        policy=policy,
-        memory=memory,
-        requests=len(trace.requests),
         prompt_tokens=trace.prompt_tokens,
         cached_tokens=cached,
-        replayed_tokens=replayed,
         trie_tokens=trie_tokens,
         flops_saved=saved,
         flops_all=total,

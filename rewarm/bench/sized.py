@@ -1,4 +1,4 @@
-"""Payloads that only have sizes: the real tree, placement and retention, with no model behind."""
+"""Payloads that only have sizes, for the real tree, placement and retention without a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SizedRows:
     start: int
     stop: int
     width: int
-    """Bytes of a token."""
+    """The bytes of a token."""
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +56,7 @@ class SizedPacking:
 
 @dataclass
 class SizedLayout:
-    """What the cache asks of a `Layout`, answered from a profile."""
+    """Answers from a profile what the cache asks a `Layout`."""
 
     profile: Profile
     reusable: bool = True
@@ -83,7 +83,7 @@ class SizedLayout:
         return max(0, position - self.profile.window) if self.has_window else position
 
     def held(self, caches: list[Any], position: int) -> int:
-        # A prefill commits chunk by chunk: all rows of the last one are still there.
+        # A prefill commits chunk by chunk, so all rows of the last chunk are still there.
         return 0
 
     def stands_at(self, caches: list[Any], position: int) -> bool:
@@ -109,7 +109,7 @@ class SizedLayout:
 
 
 class _NoModel:
-    """What `PrefixCache` asks of a model beside its caches."""
+    """The rest of a model that `PrefixCache` asks for."""
 
     args = {"vocab_size": VOCABULARY}  # noqa: RUF012
 
@@ -120,7 +120,7 @@ class _NoModel:
 def sized_cache(
     profile: Profile, memory: int, retention: Retention | None = None, chunk: int = 2048
 ) -> PrefixCache:
-    """A cache that holds nothing and counts everything."""
+    """A cache that stores sizes instead of payloads."""
     cache = PrefixCache(
         _NoModel(),
         memory=memory,
@@ -130,5 +130,5 @@ def sized_cache(
         retention=retention,
         max_buffers=1 << 60,
     )
-    cache.memory.evictor.on_evict = None  # here nobody asks why something is missing
+    cache.memory.evictor.on_evict = None  # no request asks for the reason of a miss
     return cache

@@ -21,23 +21,19 @@ text { font: 12px system-ui, sans-serif; fill: #1f2937 }
 
 def draw(plot: Plot) -> str:
     """One plot as a whole SVG document."""
-    inner = _plot(plot)
-    return _document(inner, HEIGHT)
+    return draw_all([plot])
 
 
 def draw_all(plots: list[Plot]) -> str:
-    """All plots below one another, in one document."""
+    """All plots in one document, one below the other."""
     parts = [
         f'<g transform="translate(0 {i * HEIGHT})">{_plot(plot)}</g>'
         for i, plot in enumerate(plots)
     ]
-    return _document("".join(parts), HEIGHT * max(len(plots), 1))
-
-
-def _document(inner: str, height: int) -> str:
+    height = HEIGHT * max(len(plots), 1)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'width="{WIDTH}" height="{height}">{STYLE}{inner}</svg>\n'
+        f'width="{WIDTH}" height="{height}">{STYLE}{"".join(parts)}</svg>\n'
     )
 
 

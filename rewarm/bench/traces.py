@@ -1,11 +1,11 @@
-"""Traces: requests as they came, with their tokens or with hashes of blocks of tokens.
+"""Traces: recorded requests, with their tokens or with hashes of blocks of tokens.
 
-Three forms are read, each as `.json`, `.jsonl` or gzipped:
-- Mooncake's: a line a request, `timestamp` (ms), `input_length`, `hash_ids` of 512 tokens each, the
-  last one of what is left;
-- coding-agent sessions: a file a session, `requests` with `t` (s), `in` and `hash_ids` of
-  `block_size` tokens each, without what is left; hashes mean something inside a file only;
-- tokens: a line a request, `timestamp` (s) and `tokens`.
+Three formats are read, each as `.json`, `.jsonl` or gzipped:
+- Mooncake's: a line for each request, `timestamp` (ms), `input_length`, `hash_ids` of 512 tokens
+  each, the last one of the remaining tokens;
+- coding-agent sessions: a file for each session, `requests` with `t` (s), `in` and `hash_ids` of
+  `block_size` tokens each, without the remaining tokens. Hashes are compared inside a file only;
+- tokens: a line for each request, `timestamp` (s) and `tokens`.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ Blocks = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One prompt. A block's number stands for itself and all before it, so that equal numbers mean
-    equal prefixes; expanded, a block is its number repeated."""
+    """One prompt, as numbers of blocks. A number stands for its block and all blocks before it, so
+    equal numbers mean equal prefixes. As tokens, a block is its number repeated."""
 
     time: float
     session: int
     blocks: Blocks
     block_size: int
     length: int
-    """Tokens; the last block may be cut short."""
+    """The tokens of the prompt. The last block may be cut short."""
     system: int = 0
-    """Tokens of the system prompt and the tools, where the trace says so."""
+    """The tokens of the system prompt and the tools, where the trace says so."""
     turn: int = 0
-    """Where the message before the last one ends, as far as the trace tells."""
+    """The position where the message before the last one ends, where the trace says so."""
     waits: bool = False
-    """Whether its answer is one that a person reads, and no tool call."""
+    """A person reads the answer: it is no tool call."""
 
     def tokens(self) -> Tokens:
         return np.repeat(self.blocks, self.block_size)[: self.length].astype(np.int32, copy=False)
 
     @property
     def whole(self) -> int:
-        """Where the last whole block ends: the trace does not know what becomes of the rest."""
+        """The end of the last whole block. The trace does not say how the rest goes on."""
         return self.length // self.block_size * self.block_size
 
     def boundaries(self) -> list[Boundary]:
-        """Where the messages of this prompt end, to the block."""
+        """The ends of this prompt's messages, rounded down to blocks."""
         found: list[Boundary] = []
         if 0 < self.system < self.whole:
             found.append(Boundary(self.system // self.block_size * self.block_size, "system"))
@@ -68,7 +68,7 @@ class TraceRequest:
 
 
 class _Numbers:
-    """Numbers for blocks, each after its own past."""
+    """Gives a number to each block after its own past."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, Any], int] = {}
@@ -76,7 +76,7 @@ class _Numbers:
         self._last_numbers: list[int] = []
 
     def of(self, blocks: list[Any]) -> list[int]:
-        # Most requests repeat most of the one before.
+        # Most requests repeat most of the previous one.
         same = 0
         for ours, theirs in zip(blocks, self._last, strict=False):
             if ours != theirs:
@@ -93,7 +93,7 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in the order of their time."""
+    """Requests in the order of time."""
 
     name: str
     requests: list[TraceRequest]
@@ -107,7 +107,7 @@ class Trace:
         return sum(len(r.blocks) for r in self.requests)
 
     def trie_tokens(self) -> int:
-        """Distinct tokens over all prompts: the size of their trie."""
+        """The number of distinct tokens over all prompts: the size of their trie."""
         sizes: dict[int, int] = {}
         for r in self.requests:
             if len(r.blocks):
@@ -119,7 +119,7 @@ class Trace:
 
 
 def read(paths: Sequence[Path], stagger: float = 0.0, seed: int = 0) -> Trace:
-    """All of the files as one trace. `stagger`: sessions begin at random moments of so many
+    """Read all files as one trace. With `stagger`, sessions begin at random moments within so many
     seconds, instead of all at once."""
     files = list(_files(paths))
     if not files:
@@ -131,8 +131,8 @@ def read(paths: Sequence[Path], stagger: float = 0.0, seed: int = 0) -> Trace:
         later = draw.uniform(0, stagger) if stagger else 0.0
         requests += [replace(r, time=r.time + later) for r in found]
     if not requests:
-        raise InvalidOption(f"{files[0]} holds no requests that are known here")
-    requests.sort(key=lambda r: r.time)  # stable: those of one moment stay in order
+        raise InvalidOption(f"{files[0]} holds no requests of a known format")
+    requests.sort(key=lambda r: r.time)  # stable: requests of one moment stay in order
     name = files[0].name.split(".")[0] if len(files) == 1 else f"{len(files)} sessions"
     return Trace(name, requests)
 
@@ -165,7 +165,7 @@ def _requests(path: Path, session: int, numbers: _Numbers) -> Iterator[TraceRequ
             )
         elif "hash_ids" in line:
             length, ids = int(line["input_length"]), list(line["hash_ids"])
-            # A block that is cut short is none that a longer prompt has.
+            # A block that is cut short is another one than the whole block of a longer prompt.
             if length < len(ids) * MOONCAKE_BLOCK:
                 ids[-1] = ("cut", ids[-1])
             yield TraceRequest(

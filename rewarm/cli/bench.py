@@ -1,9 +1,11 @@
-"""`rewarm bench`: the numbers, each from one command."""
+"""`rewarm bench`: a command for each scenario."""
 
 from __future__ import annotations
 
+import inspect
 import shlex
 from collections.abc import Callable
+from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,26 +20,82 @@ bench_app = typer.Typer(
     no_args_is_help=True,
 )
 
-Model = Annotated[
-    str, typer.Option(help="pocket, a folder, a Hugging Face id, or random:ARCH (random weights).")
-]
-Peer = Annotated[
-    str | None,
-    typer.Option(help='Beside it, in turns: mlx-lm, or "CMD with {model} {port}".'),
-]
-Rounds = Annotated[int, typer.Option(min=1, help="Repetitions; medians and spreads are shown.")]
-Turns = Annotated[int, typer.Option(min=1, help="Turns of a chat.")]
-System = Annotated[int, typer.Option(min=1, help="Tokens of the system prompt.")]
-Answer = Annotated[int, typer.Option(min=1, help="Tokens of an answer.")]
-Json = Annotated[Path | None, typer.Option(help="Write the result to this file.")]
-SvgFile = Annotated[Path | None, typer.Option("--plot", help="Write the plots to this SVG file.")]
+Scenario = Callable[["Bench"], None]
 
 INTERRUPTED = 130
 
 
+def _option(name: str, annotation: Any, default: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _least(least: int, help: str) -> Any:
+    return typer.Option(min=least, help=help)
+
+
+MODEL = "pocket, a folder, a Hugging Face id, or random:ARCH (random weights)."
+PEER = 'Beside it, in turns: mlx-lm, or "CMD with {model} {port}".'
+SHARED = {
+    "model": _option("model", Annotated[str, typer.Option(help=MODEL)], "pocket"),
+    "peer": _option("peer", Annotated[str | None, typer.Option(help=PEER)], None),
+    "rounds": _option(
+        "rounds", Annotated[int, _least(1, "Repetitions; medians and spreads are shown.")], 3
+    ),
+    "json": _option(
+        "json", Annotated[Path | None, typer.Option(help="Write the result to this file.")], None
+    ),
+    "plot": _option(
+        "plot",
+        Annotated[Path | None, typer.Option(help="Write the plots to this SVG file.")],
+        None,
+    ),
+}
+"""The options that several scenarios have."""
+
+Turns = Annotated[int, _least(1, "Turns of a chat.")]
+System = Annotated[int, _least(1, "Tokens of the system prompt.")]
+Answer = Annotated[int, _least(1, "Tokens of an answer.")]
+Archs = Annotated[str, typer.Option(help="Architectures of random:ARCH, with commas.")]
+
+
+def scenario(*shared: str, **defaults: Any) -> Callable[[Callable[..., Scenario]], None]:
+    """Make a command of a function that takes a scenario's own options and returns the scenario.
+
+    The command also has `--json`, `--plot`, the `shared` options, and those of `defaults` with
+    another default."""
+
+    def register(make: Callable[..., Scenario]) -> None:
+        own = list(inspect.signature(make, eval_str=True).parameters.values())
+        added = [SHARED[name] for name in (*shared, *defaults, "json", "plot")]
+        added = [p.replace(default=defaults.get(p.name, p.default)) for p in added]
+
+        def command(context: typer.Context, **given: Any) -> None:
+            _run(context, make(**{p.name: given[p.name] for p in own}))
+
+        parameters = [
+            Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
+            *(p.replace(kind=Parameter.KEYWORD_ONLY) for p in own),
+            *added,
+        ]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        bench_app.command(make.__name__, help=make.__doc__)(command)
+
+    return register
+
+
 @bench_app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="The folder of the files that --json wrote.")],
+) -> None:
+    """Write one HTML page of all results in a folder."""
+    from rewarm.bench.report import write
+
+    Console().print(str(write(folder)), soft_wrap=True)
+
+
+@scenario()
 def trace(
-    context: typer.Context,
     files: Annotated[list[Path], typer.Argument(help="Traces: files, or folders of them.")],
     profile: Annotated[str, typer.Option(help="Whose bytes and FLOPs to count.")] = "qwen3.5-9b",
     memory: Annotated[
@@ -48,119 +106,76 @@ def trace(
         float, typer.Option(min=0, help="Let sessions begin within so many seconds.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="For --stagger.")] = 0,
-    json: Json = None,
-    plot: SvgFile = None,
-) -> None:
+) -> Scenario:
     """Replay a trace through the real tree and its policies, with no model."""
-    from rewarm.bench import policies
+    from rewarm.bench import lists, policies, profiles, simulate
 
-    wanted = policies.checked(files, profile, memory, policy, stagger, seed)
-    _run(context, lambda b: policies.compare(b, wanted))
-
-
-@bench_app.command()
-def report(
-    folder: Annotated[Path, typer.Argument(help="Where --json put its files.")],
-) -> None:
-    """One HTML page of all results in a folder."""
-    from rewarm.bench.report import write
-
-    Console().print(str(write(folder)), soft_wrap=True)
+    known = profiles.profile(profile)
+    budgets = policies.budgets(memory)
+    names = lists.names("--policy", policy, simulate.POLICIES)
+    return lambda bench: policies.compare(bench, files, known, budgets, names, stagger, seed)
 
 
-@bench_app.command()
+@scenario("model", "peer")
 def chat(
-    context: typer.Context,
-    model: Model = "pocket",
-    peer: Peer = None,
     turns: Turns = 40,
     answer: Answer = 64,
     system: System = 200,
     memory: Annotated[
         str | None, typer.Option(help="Beside it, a Rewarm with this budget, such as 4MB.")
     ] = None,
-    json: Json = None,
-    plot: SvgFile = None,
-) -> None:
+) -> Scenario:
     """A long chat: hits, times and bytes by turn, with and without warm-ahead."""
     from rewarm.bench import chats
 
-    _run(context, lambda b: chats.chat(b, turns, answer, system, memory))
+    return lambda bench: chats.chat(bench, turns, answer, system, memory)
 
 
-@bench_app.command()
+@scenario("model", "peer", "rounds")
 def burst(
-    context: typer.Context,
-    model: Model = "pocket",
-    peer: Peer = None,
-    parallel: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 5,
+    parallel: Annotated[int, _least(1, "Requests at once.")] = 5,
     system: System = 2700,
     answer: Answer = 16,
-    rounds: Rounds = 3,
-    json: Json = None,
-    plot: SvgFile = None,
-) -> None:
+) -> Scenario:
     """Parallel requests over one system prompt, cold and again."""
     from rewarm.bench import crowds
 
-    _run(context, lambda b: crowds.burst(b, parallel, system, answer))
+    return lambda bench: crowds.burst(bench, parallel, system, answer)
 
 
-@bench_app.command()
+@scenario("model", "peer")
 def agent(
-    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="Conversations as OpenAI messages, JSON.")],
-    model: Model = "pocket",
-    peer: Peer = None,
-    conversations: Annotated[int, typer.Option(min=1, help="The first so many.")] = 4,
+    conversations: Annotated[int, _least(1, "The first so many.")] = 4,
     answer: Answer = 4,
-    json: Json = None,
-    plot: SvgFile = None,
-) -> None:
+) -> Scenario:
     """Recorded tool loops, replayed."""
     from rewarm.bench import crowds
 
     recorded = crowds.conversations(file)[:conversations]
-    _run(context, lambda b: crowds.agent(b, file.name, recorded, answer))
+    return lambda bench: crowds.agent(bench, file.name, recorded, answer)
 
 
-@bench_app.command()
+@scenario("model", "peer")
 def branch(
-    context: typer.Context,
-    model: Model = "pocket",
-    peer: Peer = None,
-    turns: Annotated[int, typer.Option(min=3, help="Turns of the chat.")] = 6,
-    answer: Answer = 24,
-    json: Json = None,
-    plot: SvgFile = None,
-) -> None:
+    turns: Annotated[int, _least(3, "Turns of the chat.")] = 6, answer: Answer = 24
+) -> Scenario:
     """Edits and forks at earlier turns of a chat."""
     from rewarm.bench import chats
 
-    _run(context, lambda b: chats.branch(b, turns, answer))
+    return lambda bench: chats.branch(bench, turns, answer)
 
 
-@bench_app.command()
-def restart(
-    context: typer.Context,
-    model: Model = "pocket",
-    peer: Peer = None,
-    turns: Turns = 6,
-    answer: Answer = 24,
-    json: Json = None,
-    plot: SvgFile = None,
-) -> None:
+@scenario("model", "peer")
+def restart(turns: Turns = 6, answer: Answer = 24) -> Scenario:
     """The same chat over a restart, with the disk tier."""
     from rewarm.bench import chats
 
-    _run(context, lambda b: chats.restart(b, turns, answer))
+    return lambda bench: chats.restart(bench, turns, answer)
 
 
-@bench_app.command()
+@scenario("model", "peer", "rounds")
 def prefix(
-    context: typer.Context,
-    model: Model = "pocket",
-    peer: Peer = None,
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -170,75 +185,133 @@ def prefix(
     ] = None,
     answer: Answer = 2,
     http: Annotated[bool, typer.Option(help="Over HTTP as well.")] = True,
-    rounds: Rounds = 3,
-    json: Json = None,
-    plot: SvgFile = None,
-) -> None:
-    """A prompt cold, one that goes on from it, and one that leaves it near its end."""
-    from rewarm.bench import prefix
+) -> Scenario:
+    """A prompt cold, one that continues it, and one that differs near its end."""
+    from rewarm.bench import lists, prefix
 
-    wanted = prefix.lengths(lengths) if lengths is not None else None
-    _run(context, lambda b: prefix.prefix(b, wanted, answer, http))
+    wanted = lists.numbers("--lengths", lengths, prefix.TAIL + 1) if lengths is not None else None
+    return lambda bench: prefix.prefix(bench, wanted, answer, http)
 
 
-@bench_app.command()
+@scenario("model", "peer")
 def memory(
-    context: typer.Context,
-    model: Model = "pocket",
-    peer: Peer = None,
-    conversations: Annotated[int, typer.Option(min=1, help="At the same time.")] = 4,
+    conversations: Annotated[int, _least(1, "At the same time.")] = 4,
     turns: Turns = 10,
     answer: Answer = 32,
-    json: Json = None,
-    plot: SvgFile = None,
-) -> None:
+) -> Scenario:
     """Bytes held for each distinct token as conversations grow."""
     from rewarm.bench import inside
 
-    _run(context, lambda b: inside.memory(b, conversations, turns, answer))
+    return lambda bench: inside.memory(bench, conversations, turns, answer)
 
 
-@bench_app.command()
+@scenario("model", "peer", rounds=5)
 def overhead(
-    context: typer.Context,
-    model: Model = "pocket",
-    peer: Peer = None,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of the long message.")] = 4000,
-    messages: Annotated[int, typer.Option(min=2, help="Messages of the history.")] = 200,
-    answer: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
-    rounds: Rounds = 5,
-    json: Json = None,
-    plot: SvgFile = None,
-) -> None:
-    """What the cache costs where it brings nothing: cold, and in decoding, against mlx-lm."""
+    length: Annotated[int, _least(1, "Tokens of the long message.")] = 4000,
+    messages: Annotated[int, _least(2, "Messages of the history.")] = 200,
+    answer: Annotated[int, _least(2, "Tokens of an answer.")] = 64,
+) -> Scenario:
+    """The cost of the cache where nothing is cached: cold prompts and decoding, against mlx-lm."""
     from rewarm.bench import inside
 
-    _run(context, lambda b: inside.overhead(b, length, messages, answer))
+    return lambda bench: inside.overhead(bench, length, messages, answer)
 
 
-def _run(context: typer.Context, scenario: Callable[[Bench], None]) -> None:
-    """With the options that its command was given."""
+@scenario(rounds=30)
+def index(
+    tokens: Annotated[int, _least(100, "Tokens of the stored prompt.")] = 100_000,
+    node: Annotated[int, _least(1, "Tokens in a node.")] = 64,
+) -> Scenario:
+    """The index alone, beside mlx-lm's trie: bytes of a token, and the time of a match."""
+    from rewarm.bench import index
+
+    return lambda bench: index.index(bench, tokens, node)
+
+
+@scenario(model="random:hybrid-wide", rounds=7)
+def disk(
+    tokens: Annotated[int, _least(1000, "Tokens of the prompt.")] = 20_000,
+    nodes: Annotated[int, _least(20, "Nodes of the index to open.")] = 100_000,
+    parts: Annotated[str, typer.Option(help="With commas.")] = "restore,writer,open",
+    folder: Annotated[
+        Path | None, typer.Option(help="Write below this folder instead of a temporary one.")
+    ] = None,
+) -> Scenario:
+    """The disk tier: restoring, decoding while it writes, and opening a large index."""
+    from rewarm.bench import disk, lists
+
+    wanted = lists.names("--parts", parts, disk.PARTS)
+    return lambda bench: disk.disk(bench, tokens, nodes, wanted, folder)
+
+
+@scenario("model", rounds=6)
+def page(
+    answer: Annotated[int, _least(2, "Tokens of an answer.")] = 400,
+    polls: Annotated[float, typer.Option(min=0.1, help="Polls a second; the page has 1.")] = 1.0,
+) -> Scenario:
+    """The cost of an open page: processor time, and the decode rate with its polls and without."""
+    from rewarm.bench import page
+
+    return lambda bench: page.page(bench, answer, polls)
+
+
+@scenario(rounds=5)
+def hit(
+    arch: Annotated[str, typer.Option(help="An architecture of random:ARCH.")] = "qwen3.5-0.6b",
+    length: Annotated[int, _least(1, "Tokens of the prompt.")] = 100_000,
+    passes: Annotated[bool, typer.Option(help="Passes of the model by tokens, too.")] = False,
+    kernels: Annotated[
+        Path | None, typer.Option(help="Trace a hit into this folder (CUDA, with PyTorch).")
+    ] = None,
+) -> Scenario:
+    """A hit part by part: look-up, restore, the new tokens, storing them, the first step."""
+    from rewarm.bench import hit
+
+    return lambda bench: hit.hit(bench, arch, length, passes, kernels)
+
+
+@scenario("rounds")
+def prefill(
+    archs: Archs = "hybrid-12x384",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, with commas.")] = "1024",
+    product: Annotated[int, _least(1, "Size of the matrix product to compare with.")] = 1024,
+) -> Scenario:
+    """Prefill and decoding of whole models, by mlx-lm and with each part that Rewarm replaces."""
+    from rewarm.bench import lists, prefill
+
+    sizes = lists.numbers("--lengths", lengths)
+    return lambda bench: prefill.prefill(bench, archs.split(","), sizes, product)
+
+
+@scenario(rounds=5)
+def recurrences(
+    archs: Archs = "",
+    tokens: Annotated[int, _least(8, "Tokens of a prompt.")] = 512,
+    layers: Annotated[bool, typer.Option(help="The layers of --archs in parts, too.")] = False,
+) -> Scenario:
+    """Recurrences alone, as mlx-lm's loops and in Rewarm's forms."""
+    from rewarm.bench import recurrences
+
+    names = [arch for arch in archs.split(",") if arch]
+    return lambda bench: recurrences.recurrences(bench, names, tokens, layers)
+
+
+def _run(context: typer.Context, run: Scenario) -> None:
+    """Run a scenario with the shared options of its command."""
     from rewarm.bench import bench
     from rewarm.bench.result import Result, machine
 
     given = context.params
-    result = Result(
-        context.info_name or "", given.get("model", ""), _command(context), machine=machine()
-    )
-    bench.run(
-        scenario,
-        result,
-        peer=given.get("peer"),
-        rounds=given.get("rounds", 1),
-        json=given["json"],
-        plot=given["plot"],
-    )
+    name = context.info_name or ""
+    result = Result(name, given.get("model", ""), _line(context), machine=machine())
+    kept = {key: given[key] for key in ("peer", "rounds", "json", "plot") if key in given}
+    bench.run(run, result, **kept)
     if not result.complete:
         raise typer.Exit(INTERRUPTED)
 
 
-def _command(context: typer.Context) -> str:
-    """The line that gives this result again: what differs from the defaults."""
+def _line(context: typer.Context) -> str:
+    """The command line that gives this result again, without what is as by default."""
     words: list[str] = ["rewarm", "bench", context.info_name or ""]
     for parameter in context.command.params:
         name = parameter.name or ""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,8 +13,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rewarm.bench.client import Answered, hit, shown
-from rewarm.bench.figures import Spread, amplification, common, ratios, trie_size
+from rewarm.bench.client import Answered, hit
+from rewarm.bench.figures import Spread, amplification, common, percent, ratios, trie_size
 from rewarm.bench.policies import budgets
 from rewarm.bench.prefix import usual
 from rewarm.bench.profiles import Profile, profile
@@ -28,8 +26,6 @@ from rewarm.bench.traces import Trace, TraceRequest, read
 from rewarm.cli.app import app
 from rewarm.errors import InvalidOption
 from tests import corpus
-
-TOOLS = Path(__file__).parents[2] / "tools"
 
 ATTENTION = Profile("attention", 1000, 0, 0, 0, 2e9, 1e5, 0)
 HYBRID = Profile("hybrid", 1000, 0, 0, 200_000, 2e9, 1e5, 0)
@@ -81,9 +77,9 @@ def test_hits_are_weighed_by_tokens_and_unknown_where_a_server_keeps_them_to_its
         Answered(prompt=90, cached=60, counted=True),
     )
     assert hit(short, long) == 0.6
-    assert shown(hit(short, long)) == "60.0%"
-    assert shown(hit(short, Answered(prompt=10))) == "-"
-    assert shown(hit()) == "-"
+    assert percent(hit(short, long)) == "60.0%"
+    assert percent(hit(short, Answered(prompt=10))) == "-"
+    assert percent(hit()) == "-"
 
 
 def test_budgets_double_over_a_range() -> None:
@@ -274,18 +270,35 @@ def test_prefix_measures_what_the_context_has_room_for(
 
 
 @pytest.mark.parametrize(
-    "command",
+    "words",
     [
-        "bench_prefill.py --parts models --hybrid hybrid-tiny --attention attention-tiny "
-        "--lengths 64 --stock-lengths 16 --matmul 64 --rounds 1",
-        "bench_hit.py --model hybrid-tiny --length 600 --rounds 1",
+        "index --tokens 500 --rounds 2",
+        "disk --model random:hybrid-tiny --tokens 1000 --nodes 40 --rounds 1",
+        "hit --arch hybrid-tiny --length 200 --rounds 1",
+        "prefill --archs hybrid-tiny --lengths 48 --product 32 --rounds 1",
+        "recurrences --archs hybrid-tiny --tokens 16 --rounds 1 --layers",
     ],
 )
-def test_the_tools_for_a_gpu_run(command: str) -> None:
-    """They are needed where there is no time to mend them."""
-    tool, *options = command.split()
-    ran = subprocess.run(
-        [sys.executable, str(TOOLS / tool), *options], capture_output=True, text=True, timeout=300
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "tiny" in ran.stdout
+def test_a_scenario_without_servers_fills_its_tables(words: str, tmp_path: Path) -> None:
+    """Those for a GPU are needed on machines where there is no time to mend them."""
+    out = tmp_path / "out.json"
+    done = CliRunner().invoke(app, ["bench", *words.split(), "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    result = Result.load(out)
+    assert result.complete
+    assert result.command == f"rewarm bench {words}"
+    assert all(sheet.rows for sheet in result.sheets)
+
+
+def test_tokens_a_second_are_left_out_where_pieces_of_text_do_not_tell_them() -> None:
+    assert Answered(tokens=3, times=[1.0, 2.0, 3.0]).per_token == 1.0
+    assert Answered(tokens=1, times=[1.0, 2.0]).per_token is None
+    assert Answered(tokens=30, times=[1.0, 2.0, 3.0]).per_token is None
+    assert Answered(tokens=0, times=[1.0, 2.0, 3.0]).per_token is None
+
+
+@pytest.mark.parametrize("words", ["disk --parts restore,read", "prefill --lengths 0,7"])
+def test_a_list_that_cannot_be_meant_is_refused_with_what_can(words: str) -> None:
+    done = CliRunner().invoke(app, ["bench", *words.split()])
+    assert isinstance(done.exception, InvalidOption)
+    assert "give" in str(done.exception)

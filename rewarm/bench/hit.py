@@ -1,0 +1,111 @@
+"""The scenario `hit`: a hit part by part, a pass of the model by its tokens, and the kernels."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from rewarm import accel
+from rewarm.cache import PrefixCache
+from rewarm.values import Tokens
+
+from .archs import random_model, vocabulary
+from .bench import Bench
+from .local import Parts, median, prefill, random_tokens
+from .prefix import TAIL
+from .result import Sheet
+
+PASSES = (1, 2, 16, 64, 256, 2048)
+OTHER_TAIL = TAIL + 5
+"""A length that MLX has not planned for yet."""
+
+SHOWN = 20
+"""Kernels that are named."""
+
+
+def hit(bench: Bench, arch: str, length: int, passes: bool, kernels: Path | None) -> None:
+    """Take hits of one long prompt apart. Each part is waited for, which a request does not do.
+
+    `kernels` is a folder for a trace of one hit (CUDA, with PyTorch)."""
+    if kernels is not None:
+        import torch
+
+        torch.zeros(1, device="cuda")  # PyTorch must see the GPU before MLX does
+    accel.install()
+    model = random_model(arch)
+    cache = PrefixCache(model)
+    size = vocabulary(arch)
+    prompt = random_tokens(length, size)
+    sheet = bench.result.sheet(
+        f"{length:,} tokens and {TAIL} new ones, ms", "what", *PARTS, "in all"
+    )
+
+    def ask(count: int, seed: int) -> Parts:
+        return prefill(model, cache, np.concatenate([prompt, random_tokens(count, size, seed)]))
+
+    _row(sheet, "cold", prefill(model, cache, prompt))
+    _row(sheet, "the first hit", ask(TAIL, 1))
+    hits = [ask(TAIL, 2 + i) for i in bench.each("hits", range(bench.rounds))]
+    _row(sheet, f"a hit, median of {bench.rounds}", median(hits))
+    _row(sheet, f"a hit with {OTHER_TAIL} new tokens", ask(OTHER_TAIL, 2 + bench.rounds))
+    if kernels is not None:
+        _kernels(bench, lambda: ask(TAIL, 3 + bench.rounds), kernels)
+    if passes:
+        _passes(bench, model, cache, prompt, size)
+    bench.result.figures["peak memory, GB"] = f"{mx.get_peak_memory() / 1e9:.1f}"
+
+
+PARTS = ("look up, restore", "the new tokens", "storing them", "the first step")
+
+
+def _row(sheet: Sheet, what: str, parts: Parts) -> None:
+    sheet.add(what, *(f"{parts[part]:.1f}" for part in PARTS), f"{sum(parts.values()):.1f}")
+
+
+def _passes(bench: Bench, model: Any, cache: PrefixCache, prompt: Tokens, size: int) -> None:
+    """Measure the model on so many tokens after a hit, without logits, as in a prefill."""
+    sheet = bench.result.sheet("a pass of the model after a hit", "tokens", "ms, median")
+    for count in bench.each("passes", PASSES):
+        rounds = []
+        for i in range(bench.rounds):
+            tokens = random_tokens(count, size, i)
+            with cache.acquire(np.concatenate([prompt, tokens]), headroom=1) as lease:
+                caches = lease.caches
+            mx.eval([c.state for c in caches])
+            rounds.append(Parts())
+            with rounds[-1].timed("pass"):
+                model(mx.array(tokens)[None], cache=caches)
+                mx.eval([c.state for c in caches])
+        sheet.add(count, f"{median(rounds)['pass']:.1f}")
+
+
+def _kernels(bench: Bench, do: Callable[[], object], folder: Path) -> None:
+    """List every kernel of a call. PyTorch's profiler sees those of other libraries, too."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        do()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    ran = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for event in ran:
+        by_name[event["name"][:100]].append(event["dur"] / 1e3)
+    span = max(e["ts"] + e["dur"] for e in ran) - min(e["ts"] for e in ran) if ran else 0.0
+    busy = sum(map(sum, by_name.values()))
+    sheet = bench.result.sheet(
+        f"{len(ran):,} kernels, at work for {busy:.1f} of {span / 1e3:.1f} ms",
+        "kernel",
+        "ms",
+        "runs",
+    )
+    for name, took in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
+        sheet.add(name, f"{sum(took):.2f}", len(took))

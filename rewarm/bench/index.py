@@ -1,0 +1,89 @@
+"""The scenario `index`: the cache's tree of tokens beside mlx-lm's trie, without a model."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+
+from mlx_lm.models.cache import PromptTrie
+
+from rewarm.cache.tree import WIDTH, Tree, encode
+from rewarm.values import Tokens
+
+from .bench import Bench
+from .figures import Spread, ratios
+from .local import milliseconds, random_tokens
+from .result import Sheet
+
+VOCABULARY = 150_000
+SHARES = (1.0, 0.999, 0.5, 0.01)
+"""The share of the stored prompt after which the prompt that is looked up diverges."""
+
+LONGEST = 8.0
+"""Seconds for one row. The trie takes seconds for a prompt that diverges early."""
+
+
+def index(bench: Bench, tokens: int, node: int) -> None:
+    """Bytes of a token in the index, and the time of a match, with one prompt stored."""
+    prompt = random_tokens(tokens, VOCABULARY)
+    make_tree, make_trie = partial(_tree_of, prompt, node), partial(_trie_of, prompt)
+    sizes = bench.result.sheet(
+        f"the index of {tokens:,} tokens in nodes of {node}", "side", "bytes a token"
+    )
+    sizes.add("rewarm", f"{_allocated(make_tree) / tokens:.1f}")
+    sizes.add("mlx-lm's trie", f"{_allocated(make_trie) / tokens:.1f}")
+    tree, trie = make_tree(), make_trie()
+    columns = ("prompt", "rewarm", "at most", "mlx-lm's trie", "times rewarm's")
+    sheet = bench.result.sheet("a match, ms", *columns)
+    for share in SHARES:
+        asked = prompt.copy()
+        asked[int(tokens * share) :] = VOCABULARY
+        search: dict[str, Callable[[], object]] = {
+            "rewarm": partial(_walk, tree, asked),
+            "trie": partial(trie.search, "model", asked.tolist()),
+        }
+        took: dict[str, list[float]] = {side: [] for side in search}
+        until = time.perf_counter() + LONGEST
+        name = "a hit" if share == 1 else f"diverges at {share:.1%}"
+        with bench.concluding(partial(_row, sheet, name, took)):
+            for _, side in bench.in_turns(name, list(search), bench.rounds):
+                if min(map(len, took.values())) < 2 or time.perf_counter() < until:
+                    took[side].append(milliseconds(search[side]))
+
+
+def _row(sheet: Sheet, name: str, took: dict[str, list[float]]) -> None:
+    if all(took.values()):
+        ours, theirs = Spread.of(took["rewarm"]), Spread.of(took["trie"])
+        times = ratios(took["rewarm"], took["trie"])
+        sheet.add(name, f"{ours.median:.2f}", f"{ours.most:.2f}", f"{theirs.median:.2f}", times)
+
+
+def _walk(tree: Tree, tokens: Tokens) -> None:
+    tree.walk(encode(tokens))
+
+
+def _tree_of(tokens: Tokens, node: int) -> Tree:
+    tree, data = Tree(), encode(tokens)
+    at = tree.root
+    for start in range(0, len(data), node * WIDTH):
+        at = tree.add(at, data[start : start + node * WIDTH], "prefill")
+    return tree
+
+
+def _trie_of(tokens: Tokens) -> PromptTrie:
+    trie = PromptTrie()
+    trie.add("model", tokens.tolist(), "value")
+    return trie
+
+
+def _allocated(make: Callable[[], object]) -> int:
+    """The bytes that an object takes, in Python's own memory."""
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    made = make()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    del made
+    return after - before

@@ -1,0 +1,90 @@
+"""A process that runs a random model with some of Rewarm's faster parts.
+
+    python -m rewarm.bench.worker ARCH [MODULE OF rewarm.accel ...]
+
+A line in says what to do and with how many tokens, a line out how many seconds it took. `chunks`
+instead of a module computes the delta rule in chunks, on a GPU too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import sys
+import time
+from typing import Any
+
+import rewarm  # noqa: F401  (chooses the BLAS, before mlx)
+
+# isort: split
+import mlx.core as mx
+from mlx_lm.models import gated_delta
+from mlx_lm.models.cache import make_prompt_cache
+
+from rewarm.accel import delta
+
+from .archs import dtype, random_model, vocabulary
+
+WARM_UP = 64
+"""Tokens of a first prompt: what MLX compiles for every length is compiled with it."""
+
+
+def main(arch: str, *parts: str) -> None:
+    model = random_model(arch)
+    for part in parts:
+        if part == "chunks":
+            gated_delta.gated_delta_ops = delta.chunked
+        elif not importlib.import_module(f"rewarm.accel.{part}").install():
+            sys.exit(f"rewarm.accel.{part} does nothing here: another device, or switched off")
+    size, caches = vocabulary(arch), list[Any]()
+    print(prefill(model, caches, WARM_UP, size) + decode(model, caches, 2), flush=True)
+    for line in sys.stdin:
+        what, count = line.split()
+        if what == "prefill":
+            took = prefill(model, caches, int(count), size)
+        elif what == "decode":
+            took = decode(model, caches, int(count))
+        else:
+            took = product(int(count))
+        print(took, flush=True)
+
+
+def prefill(model: Any, caches: list[Any], tokens: int, size: int) -> float:
+    """Prefill as mlx-lm does: in steps, with the logits of the last token only."""
+    step = 512 if mx.default_device() == mx.cpu else 2048
+    prompt = mx.random.randint(0, size, (1, tokens))
+    caches[:] = make_prompt_cache(model)
+    began = time.perf_counter()
+    for start in range(0, tokens - 1, step):
+        model(prompt[:, start : min(start + step, tokens - 1)], cache=caches)
+        mx.eval([cache.state for cache in caches])
+    mx.eval(model(prompt[:, -1:], cache=caches))
+    return time.perf_counter() - began
+
+
+def decode(model: Any, caches: list[Any], tokens: int) -> float:
+    """The median seconds of a token after the last prompt."""
+    token = mx.zeros((1, 1), mx.int32)
+    times = []
+    for _ in range(tokens):
+        began = time.perf_counter()
+        token = mx.argmax(model(token, cache=caches)[:, -1:], axis=-1)
+        mx.eval(token)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def product(size: int) -> float:
+    """The least seconds of a product of two square matrices."""
+    a, b = (mx.random.normal((size, size)).astype(dtype()) for _ in range(2))
+    mx.eval(a, b)
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        mx.eval(a @ b)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -66,7 +66,7 @@ def scenario(*shared: str, **defaults: Any) -> Callable[[Callable[..., Scenario]
 
     def register(make: Callable[..., Scenario]) -> None:
         own = list(inspect.signature(make, eval_str=True).parameters.values())
-        added = [SHARED[name] for name in (*shared, *defaults, "json", "plot")]
+        added = [SHARED[name] for name in (*shared, *defaults)]
         added = [p.replace(default=defaults.get(p.name, p.default)) for p in added]
 
         def command(context: typer.Context, **given: Any) -> None:
@@ -74,8 +74,9 @@ def scenario(*shared: str, **defaults: Any) -> Callable[[Callable[..., Scenario]
 
         parameters = [
             Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
-            *(p.replace(kind=Parameter.KEYWORD_ONLY) for p in own),
             *added,
+            *(p.replace(kind=Parameter.KEYWORD_ONLY) for p in own),
+            *(SHARED[name] for name in ("json", "plot")),
         ]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -272,11 +272,11 @@ def test_prefix_measures_what_the_context_has_room_for(
 @pytest.mark.parametrize(
     "words",
     [
-        "index --tokens 500 --rounds 2",
-        "disk --model random:hybrid-tiny --tokens 1000 --nodes 40 --rounds 1",
-        "hit --arch hybrid-tiny --length 200 --rounds 1",
-        "prefill --archs hybrid-tiny --lengths 48 --product 32 --rounds 1",
-        "recurrences --archs hybrid-tiny --tokens 16 --rounds 1 --layers",
+        "index --rounds 2 --tokens 500",
+        "disk --model random:hybrid-tiny --rounds 1 --tokens 1000 --nodes 40",
+        "hit --rounds 1 --arch hybrid-tiny --length 200",
+        "prefill --rounds 1 --archs hybrid-tiny --lengths 48 --product 32",
+        "recurrences --rounds 1 --archs hybrid-tiny --tokens 16 --layers",
     ],
 )
 def test_a_scenario_without_servers_fills_its_tables(words: str, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ class Bench:
         side, the first one with that at `first`.
 
         So a disturbance of the machine hits all sides alike."""
-        order = [(i, side) for i in range(rounds) for side in rotated(sides, first + i)]
+        order = [(i, side) for i in range(rounds) for side in _rotated(sides, first + i)]
         for i, side in self.each(what, order):
             time.sleep(PAUSE)
             yield i, side
@@ -172,7 +172,7 @@ def system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
 
-def rotated(sides: Sequence[T], i: int) -> list[T]:
+def _rotated(sides: Sequence[T], i: int) -> list[T]:
     at = i % len(sides)
     return [*sides[at:], *sides[:at]]
 

@@ -29,7 +29,7 @@ SHOWN = 20
 """Kernels that are named."""
 
 
-def hit(bench: Bench, arch: str, length: int, passes: bool, kernels: Path | None) -> None:
+def hit(bench: Bench, arch: str, length: int, kernels: Path | None) -> None:
     """Take hits of one long prompt apart. Each part is waited for, which a request does not do.
 
     `kernels` is a folder for a trace of one hit (CUDA, with PyTorch)."""
@@ -56,8 +56,7 @@ def hit(bench: Bench, arch: str, length: int, passes: bool, kernels: Path | None
     _row(sheet, f"a hit with {OTHER_TAIL} new tokens", ask(OTHER_TAIL, 2 + bench.rounds))
     if kernels is not None:
         _kernels(bench, lambda: ask(TAIL, 3 + bench.rounds), kernels)
-    if passes:
-        _passes(bench, model, cache, prompt, size)
+    _passes(bench, model, cache, prompt, size)
     bench.result.figures["peak memory, GB"] = f"{mx.get_peak_memory() / 1e9:.1f}"
 
 

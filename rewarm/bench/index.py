@@ -18,6 +18,9 @@ from .local import milliseconds, random_tokens
 from .result import Sheet
 
 VOCABULARY = 150_000
+NODE = 64
+"""Tokens in a node."""
+
 SHARES = (1.0, 0.999, 0.5, 0.01)
 """The share of the stored prompt after which the prompt that is looked up diverges."""
 
@@ -25,12 +28,12 @@ LONGEST = 8.0
 """Seconds for one row. The trie takes seconds for a prompt that diverges early."""
 
 
-def index(bench: Bench, tokens: int, node: int) -> None:
+def index(bench: Bench, tokens: int) -> None:
     """Bytes of a token in the index, and the time of a match, with one prompt stored."""
     prompt = random_tokens(tokens, VOCABULARY)
-    make_tree, make_trie = partial(_tree_of, prompt, node), partial(_trie_of, prompt)
+    make_tree, make_trie = partial(_tree_of, prompt), partial(_trie_of, prompt)
     sizes = bench.result.sheet(
-        f"the index of {tokens:,} tokens in nodes of {node}", "side", "bytes a token"
+        f"the index of {tokens:,} tokens in nodes of {NODE}", "side", "bytes a token"
     )
     sizes.add("rewarm", f"{_allocated(make_tree) / tokens:.1f}")
     sizes.add("mlx-lm's trie", f"{_allocated(make_trie) / tokens:.1f}")
@@ -64,11 +67,11 @@ def _walk(tree: Tree, tokens: Tokens) -> None:
     tree.walk(encode(tokens))
 
 
-def _tree_of(tokens: Tokens, node: int) -> Tree:
+def _tree_of(tokens: Tokens) -> Tree:
     tree, data = Tree(), encode(tokens)
     at = tree.root
-    for start in range(0, len(data), node * WIDTH):
-        at = tree.add(at, data[start : start + node * WIDTH], "prefill")
+    for start in range(0, len(data), NODE * WIDTH):
+        at = tree.add(at, data[start : start + NODE * WIDTH], "prefill")
     return tree
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from rewarm.values import Boundary, Cost, Finish, Sampled, Tokens
 from .bench import NO_WARM, Bench, system
 from .client import Answered, hit
 from .figures import Spread, percent, ratios
-from .local import milliseconds, random_tokens
+from .local import Parts, random_tokens
 from .result import Sheet
 from .sides import Side
 
@@ -77,10 +77,10 @@ def prefix(bench: Bench, lengths: list[int] | None, answer: int, http: bool) -> 
         lengths = lengths or usual(bench, running.context)
         for length in lengths:
             rounds: Rounds = {"cold": [], "exact": [], "nearest": []}
-            restores = _Restores()
+            restores: list[Parts] = []
             with (
                 bench.concluding(partial(_rows, bench, sheet, length, rounds)),
-                bench.concluding(partial(restores.row, speed, length)),
+                bench.concluding(partial(_restore_row, speed, length, restores)),
             ):
                 for _ in bench.each(f"{length:,} tokens", range(bench.rounds)):
                     _round(bench, running, length, answer, rounds, restores)
@@ -94,7 +94,7 @@ def _round(
     length: int,
     answer: int,
     rounds: Rounds,
-    restores: _Restores,
+    restores: list[Parts],
 ) -> None:
     size, seed = len(bench.tokenizer), bench.draw.randrange(1 << 30)
     tokens, tail = random_tokens(length + TAIL, size, seed), random_tokens(TAIL, size, seed + 1)
@@ -106,19 +106,16 @@ def _round(
     turn = [Boundary(length - TAIL, "turn")]
     for name, prompt in prompts.items():
         rounds[name].append(_ask(running, prompt, turn, answer))
-    for _ in range(RESTORES):
-        restores.measure(running, tokens, turn)
+    restores += [_restore(running, tokens, turn) for _ in range(RESTORES)]
     running.cache.clear(give_back=False)  # a running server has that memory, too
     gc.collect()
 
 
 class Waiting:
-    """A sink for which a thread can wait until its request has ended."""
+    """A sink that keeps the cost of its request for the thread that waits for it."""
 
     def __init__(self) -> None:
-        self.cost: Cost | None = None
-        self.error: Exception | None = None
-        self._over = threading.Event()
+        self.cost: Future[Cost] = Future()
 
     def prefilled(self, done: int, total: int) -> None: ...
     def token(self, choice: int, sampled: Sampled) -> bool:
@@ -126,19 +123,10 @@ class Waiting:
 
     def ended(self, choice: int, reason: Finish) -> None: ...
     def done(self, cost: Cost) -> None:
-        self.cost = cost
-        self._over.set()
+        self.cost.set_result(cost)
 
     def failed(self, error: Exception) -> None:
-        self.error = error
-        self._over.set()
-
-    def wait(self) -> Cost:
-        while not self._over.wait(0.2):  # in steps, so that Ctrl-C works
-            pass
-        if self.cost is None:
-            raise self.error or RuntimeError("no answer")
-        return self.cost
+        self.cost.set_exception(error)
 
 
 @contextmanager
@@ -161,7 +149,7 @@ def _ask(running: Engine, prompt: Tokens, boundaries: list[Boundary], answer: in
     sink = Waiting()
     began = time.perf_counter()
     running.submit(Request(prompt, sink, max_tokens=answer, boundaries=boundaries))
-    return TimedRequest(sink.wait(), (time.perf_counter() - began) * 1e3)
+    return TimedRequest(sink.cost.result(), (time.perf_counter() - began) * 1e3)
 
 
 def _rows(bench: Bench, sheet: Sheet, length: int, rounds: Rounds) -> None:
@@ -191,51 +179,42 @@ def _rows(bench: Bench, sheet: Sheet, length: int, rounds: Rounds) -> None:
         )
 
 
-class _Restores:
-    """Restores beside copies of as many bytes. MLX copies into new memory, as a restore does; on a
-    CPU the system hands that out page by page, which takes longer than the copy itself. A plain
-    copy goes into memory that the process has, which shows the machine's bandwidth."""
+def _restore(running: Engine, prompt: Tokens, boundaries: list[Boundary]) -> Parts:
+    """One restore, and two copies of as many bytes.
 
-    def __init__(self) -> None:
-        self.took: list[float] = []
-        self.copies: list[float] = []
-        self.fresh: list[float] = []
-        self.nbytes = 0
-
-    def measure(self, running: Engine, prompt: Tokens, boundaries: list[Boundary]) -> None:
-        cost = _ask(running, prompt, boundaries, 1).cost
-        self.took.append(cost.restore_ms)
-        self.nbytes = cost.restored_bytes
-        # Numbers of eight bytes, since MLX counts the numbers of an array in 32 bits.
-        array = mx.ones(max(self.nbytes // 8, 1), mx.int64)
-        mx.eval(array)
-        copy = _copy(array)
-        for _ in range(3):
-            self.copies.append(milliseconds(copy))
-            mx.clear_cache()
-            self.fresh.append(milliseconds(lambda: mx.eval(detached([array], 0))))
-
-    def row(self, sheet: Sheet, length: int) -> None:
-        if self.took:
-            took, copy, fresh = (Spread.of(v) for v in (self.took, self.copies, self.fresh))
-            sheet.add(
-                f"{length:,}",
-                f"{self.nbytes / 1e6:.1f}",
-                f"{took.least:.2f} ({took.median:.2f})",
-                f"{fresh.least:.2f} ({fresh.median:.2f})",
-                f"{copy.least:.2f} ({copy.median:.2f})",
-                # The least, since disturbances only add time.
-                f"{took.least / fresh.least:.2f}",
-            )
+    MLX copies into new memory, as a restore does; on a CPU the system hands that out page by page,
+    which takes longer than the copy itself. A plain copy goes into memory that the process has,
+    which shows the machine's bandwidth. On a GPU MLX keeps such memory by itself."""
+    cost = _ask(running, prompt, boundaries, 1).cost
+    parts = Parts({"bytes": cost.restored_bytes, "restore": cost.restore_ms})
+    # Numbers of eight bytes, since MLX counts the numbers of an array in 32 bits.
+    array = mx.ones(max(cost.restored_bytes // 8, 1), mx.int64)
+    mx.eval(array)
+    if mx.default_device() == mx.cpu:
+        source = np.array(array)
+        into = np.ones_like(source)
+        with parts.timed("at hand"):
+            np.copyto(into, source)
+    else:
+        with parts.timed("at hand"):
+            mx.eval(detached([array], 0))
+    mx.clear_cache()
+    with parts.timed("new"):
+        mx.eval(detached([array], 0))
+    return parts
 
 
-def _copy(array: mx.array) -> Callable[[], object]:
-    """A copy into memory that the process has. On a GPU MLX keeps such memory by itself."""
-    if mx.default_device() != mx.cpu:
-        return lambda: mx.eval(detached([array], 0))
-    source = np.array(array)
-    into = np.ones_like(source)
-    return lambda: np.copyto(into, source)
+def _restore_row(sheet: Sheet, length: int, restores: list[Parts]) -> None:
+    if restores:
+        names = ("restore", "new", "at hand")
+        took = [Spread.of(parts[name] for parts in restores) for name in names]
+        sheet.add(
+            f"{length:,}",
+            f"{restores[-1]['bytes'] / 1e6:.1f}",
+            *(f"{spread.least:.2f} ({spread.median:.2f})" for spread in took),
+            # The least, since disturbances only add time.
+            f"{took[0].least / took[1].least:.2f}",
+        )
 
 
 def _over_http(bench: Bench, lengths: list[int], answer: int) -> None:

@@ -31,9 +31,11 @@ class Compared(NamedTuple):
     ways: dict[str, Callable[[], Any]]
 
 
-def recurrences(bench: Bench, archs: Sequence[str], tokens: int, layers: bool) -> None:
-    """Compare the loops of mlx-lm with Rewarm's forms. `archs` are models with a delta rule whose
-    shapes are measured beside the usual ones, and whose layers with `layers`."""
+def recurrences(bench: Bench, archs: Sequence[str], tokens: int) -> None:
+    """Compare the loops of mlx-lm with Rewarm's forms.
+
+    `archs` are models with a delta rule. Their shapes are measured too, and their layers in parts.
+    """
     looped = _functions()
     accel.install()
     ours = _functions()
@@ -49,9 +51,8 @@ def recurrences(bench: Bench, archs: Sequence[str], tokens: int, layers: bool) -
             took[way].append(_timed(ways[way]))
         for way, values in took.items():
             sheet.add(name, way, f"{Spread.of(values).least:.2f}", ratios(values, took["mlx-lm"]))
-    if layers:
-        for arch in archs:
-            _layer(bench, arch, tokens)
+    for arch in archs:
+        _layer(bench, arch, tokens)
 
 
 def _timed(call: Callable[[], Any]) -> float:

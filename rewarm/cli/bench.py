@@ -221,12 +221,11 @@ def overhead(
 @scenario(rounds=30)
 def index(
     tokens: Annotated[int, _least(100, "Tokens of the stored prompt.")] = 100_000,
-    node: Annotated[int, _least(1, "Tokens in a node.")] = 64,
 ) -> Scenario:
     """The index alone, beside mlx-lm's trie: bytes of a token, and the time of a match."""
     from rewarm.bench import index
 
-    return lambda bench: index.index(bench, tokens, node)
+    return lambda bench: index.index(bench, tokens)
 
 
 @scenario(model="random:hybrid-wide", rounds=7)
@@ -260,7 +259,6 @@ def page(
 def hit(
     arch: Annotated[str, typer.Option(help="An architecture of random:ARCH.")] = "qwen3.5-0.6b",
     length: Annotated[int, _least(1, "Tokens of the prompt.")] = 100_000,
-    passes: Annotated[bool, typer.Option(help="Passes of the model by tokens, too.")] = False,
     kernels: Annotated[
         Path | None, typer.Option(help="Trace a hit into this folder (CUDA, with PyTorch).")
     ] = None,
@@ -268,7 +266,7 @@ def hit(
     """A hit part by part: look-up, restore, the new tokens, storing them, the first step."""
     from rewarm.bench import hit
 
-    return lambda bench: hit.hit(bench, arch, length, passes, kernels)
+    return lambda bench: hit.hit(bench, arch, length, kernels)
 
 
 @scenario("rounds")
@@ -288,13 +286,12 @@ def prefill(
 def recurrences(
     archs: Archs = "",
     tokens: Annotated[int, _least(8, "Tokens of a prompt.")] = 512,
-    layers: Annotated[bool, typer.Option(help="The layers of --archs in parts, too.")] = False,
 ) -> Scenario:
     """Recurrences alone, as mlx-lm's loops and in Rewarm's forms."""
     from rewarm.bench import recurrences
 
     names = [arch for arch in archs.split(",") if arch]
-    return lambda bench: recurrences.recurrences(bench, names, tokens, layers)
+    return lambda bench: recurrences.recurrences(bench, names, tokens)
 
 
 def _run(context: typer.Context, run: Scenario) -> None:

@@ -276,7 +276,7 @@ def test_prefix_measures_what_the_context_has_room_for(
         "disk --model random:hybrid-tiny --rounds 1 --tokens 1000 --nodes 40",
         "hit --rounds 1 --arch hybrid-tiny --length 200",
         "prefill --rounds 1 --archs hybrid-tiny --lengths 48 --product 32",
-        "recurrences --rounds 1 --archs hybrid-tiny --tokens 16 --layers",
+        "recurrences --rounds 1 --archs hybrid-tiny --tokens 16",
     ],
 )
 def test_a_scenario_without_servers_fills_its_tables(words: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 
 from mlx_lm.models.cache import PromptTrie
 
-from rewarm.cache.tree import WIDTH, Tree, encode
+from rewarm.cache.tree import WIDTH, Node, Tree, encode
 from rewarm.values import Tokens
 
 from .bench import Bench
@@ -69,7 +69,7 @@ def _walk(tree: Tree, tokens: Tokens) -> None:
 
 def _tree_of(tokens: Tokens) -> Tree:
     tree, data = Tree(), encode(tokens)
-    at = tree.root
+    at: Node = tree.root
     for start in range(0, len(data), NODE * WIDTH):
         at = tree.add(at, data[start : start + NODE * WIDTH], "prefill")
     return tree

@@ -23,7 +23,7 @@ class Committer:
     layout: Layout
     memory: Memory
     on_change: Callable[[Tree, Node], None] = lambda tree, node: None
-    """Told of a node that is new, or has something new."""
+    """Called with a node that is new, or has something new."""
 
     def commit(self, lease: Lease, stop: int, origin: Origin, kind: Kind | None) -> None:
         if not stop:

@@ -18,7 +18,7 @@ MEMORY = "memory"
 """The name of what lies above all tiers."""
 
 GLIMPSE = 48
-"""Tokens that are kept of what is stored where a prompt diverges."""
+"""The number of tokens that are kept of the other side where a prompt diverges."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def find(tree: Tree, query: Query) -> ResumePoint:
 
 
 def parting(tree: Tree, query: Query) -> Parting:
-    """Find what a tree has instead of a prompt's next tokens; of several, the last used."""
+    """Find what a tree has instead of a prompt's next tokens. Of several ways on, take the one that
+    was used last."""
     node, shared = tree.walk(query.data, query.cuts)
     reached = node.origin if node.parent is not None else None
     branches = [node] if shared < node.end else list(node.children.values())
@@ -106,7 +107,7 @@ def parting(tree: Tree, query: Query) -> Parting:
 
 
 def _path_from(node: Node, begin: int) -> bytes:
-    """A glimpse of what is stored from within a node on, down the branch that was used last."""
+    """The first tokens that are stored from a place in a node on, down the branch used last."""
     found = node.key[begin : begin + GLIMPSE * WIDTH]
     while len(found) < GLIMPSE * WIDTH and node.children:
         node = max(node.children.values(), key=lambda child: child.last_used)
@@ -116,13 +117,14 @@ def _path_from(node: Node, begin: int) -> bytes:
 
 def _missed(walk: Walk, data: bytes, length: int, resume: int, limit: int) -> Reason | None:
     """The reason that costs most: the tree goes on otherwise, or it cannot be resumed further on.
-    A prompt that goes on where the tree ends has missed nothing there."""
+    None for a prompt that goes on where the tree ends: there was nothing to reuse."""
     node, shared = walk
     if not shared:
         return "cold"
     parts = shared < node.end or bool(node.children)
     if shared > node.end:
-        # Into a chunk that is not its own; what goes on where that one ends does not part from it.
+        # It agrees with the beginning of a chunk that is not its own. A chunk that ends just where
+        # the prompt stops agreeing does not part from it.
         parts = data[node.end * WIDTH : shared * WIDTH] not in node.children
     if parts and length - 1 - shared >= shared - resume:
         return "diverged"

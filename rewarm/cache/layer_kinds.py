@@ -32,10 +32,10 @@ class SpanKind(Protocol):
         """The first row from which `cache`, at `position`, holds every row (beside `kept`)."""
 
     def read(self, cache: Any, start: int, stop: int) -> list[mx.array]:
-        """Views of the rows `start` to `stop`."""
+        """Return views of the rows `start` to `stop`."""
 
     def load(self, cache: Any, rows: list[mx.array], position: int) -> Any:
-        """A cache at `position`, from the rows (`kept` ones first) in temporal order."""
+        """Load the rows (`kept` ones first), in temporal order, into a cache at `position`."""
 
 
 class StateKind(Protocol):
@@ -225,7 +225,7 @@ KINDS: list[LayerKind] = [RowsKind, Rotating, Chunked, Recurrent, Opaque]
 
 
 def register(kind: LayerKind) -> None:
-    """Have a kind asked before all that are known, in every `PrefixCache` that is made from now on.
+    """Add a kind, which is asked before all others in every `PrefixCache` made from now on.
 
     It decides what is stored for a layer, and how that is restored: `docs/cache.md` says what a
     kind promises."""
@@ -251,7 +251,7 @@ def leaves(caches: Any) -> list[Any]:
 
 
 def replaced(caches: Any, new: list[Any]) -> Any:
-    """The same prompt cache with its single caches replaced, taken from the front of `new`."""
+    """Replace the single caches of a prompt cache by those taken from the front of `new`."""
     if isinstance(caches, (list, tuple)):
         return [replaced(c, new) for c in caches]
     if type(caches) is mlx_cache.CacheList:

@@ -48,14 +48,14 @@ class Lease:
         """The match, and what it took so far: nothing is computed yet."""
         self.position = cost.match.resume
         self.stored = cost.match.resume
-        """The position up to which the tree holds this path for us."""
+        """The position up to which the tree holds this path for the lease."""
         self.stopped_storing = False
         """Set once something did not fit or failed: what comes after cannot be stored either."""
         self.cuts = cuts
         self.pin = pin
         self.hint = hint
         self.warm = warm
-        """Computed ahead of any request: it makes room only where older such work lies."""
+        """Computed ahead of any request: it evicts nothing but older such work."""
         # The finalizer may run at any moment in any thread, so it only leaves a note.
         self._finalizer = weakref.finalize(self, cache.memory.pins.dropped.append, pin)
 

@@ -46,9 +46,9 @@ class Ledger:
         )
 
     def count(self, node: Node, sign: int = 1) -> None:
-        """Take a node, with all it holds, into the account, or out of it."""
+        """Add a node, with all it holds, to the account; with a `sign` of -1, take it out."""
         self.noted[node] = None
-        if node.parent is not None:  # it has become, or is no longer, a leaf
+        if node.parent is not None:  # it may have become a leaf, or be one no longer
             self.noted[node.parent] = None
         held = self.held
         held.nodes += sign

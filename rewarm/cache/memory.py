@@ -52,7 +52,7 @@ class Memory:
             on_evict=self._evicting,
         )
         self.offer: Callable[[Item], None] | None = None
-        """Told of an item that is about to go: it is the last chance to put it elsewhere."""
+        """Called with an item that is about to be evicted, so that it can be stored elsewhere."""
         self._tree_kind = ChunkTree if chunked else Tree
         self._most = MOST_EMPTY
         self._resumable = not layout.has_state
@@ -82,7 +82,7 @@ class Memory:
         self.trees = {tree.namespace: tree for tree in self.trees.values()}
 
     def forget(self) -> None:
-        """Free what all trees hold at once, and know nothing any more."""
+        """Free at once what all trees hold, and start with none."""
         self.pins.forget()
         for tree in self.trees.values():
             tree.clear()
@@ -93,7 +93,7 @@ class Memory:
 
     def release(self, pin: Pin) -> None:
         self.pins.drop(pin)
-        # Where the budget was lowered meanwhile, what was leased can go now.
+        # What was leased can be evicted now, where the budget was lowered meanwhile.
         self.evictor.make_room()
 
     def drain(self) -> None:
@@ -125,7 +125,7 @@ class Memory:
         return node
 
     def discard(self, tree: Tree, node: Node) -> list[Node]:
-        """Remove a node and all below it. Returns them; none where one is in use."""
+        """Remove a node and all below it. Returns them; an empty list where one is in use."""
         below = node.subtree()
         if any(n.pins or (n.checkpoint and n.checkpoint.pins) for n in below):
             return []
@@ -144,11 +144,11 @@ class Memory:
 
 
 def auto_size() -> int:
-    """A share of the memory that is free now that the model is loaded."""
+    """The size of a cache in bytes: a share of the memory that is free now."""
     return max(int((device_bytes() - mx.get_active_memory()) * AUTO_SHARE), 64 * SMALLEST)
 
 
 def most_buffers() -> int:
-    """Half of what the device allows: running requests need buffers as well."""
+    """Half of the buffers that the device allows: running requests need some as well."""
     limit: Any = dict(mx.device_info()).get("resource_limit", 499_000)
     return int(limit) // 2

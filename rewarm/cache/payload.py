@@ -26,9 +26,9 @@ from rewarm.accel import cuda_rows
 from .pages import unfilled
 
 SEGMENT, GPU_SEGMENT = 512, 2048
-"""Tokens in one packed array at most: a split copies one segment, never the whole node. On a GPU a
-copy's bytes cost little beside its launch, and on Metal a restore has one for each segment and
-layer."""
+"""The number of tokens in one packed array at most: a split copies one segment, never the whole
+node. On a GPU a copy's bytes cost little beside its launch, and on Metal a restore launches one for
+each segment and layer."""
 
 WORTH_A_THREAD = 1 << 20
 """Bytes from which arrays are joined by several threads."""
@@ -122,7 +122,7 @@ class Packing:
         return -(-tokens // longest_segment()) * len(self.groups)
 
     def pack(self, layers: Sequence[Sequence[mx.array]], start: int, stop: int) -> Rows:
-        """Detached copies of row arrays that cover the tokens `start` to `stop`."""
+        """Make detached copies of row arrays that cover the tokens `start` to `stop`."""
         arrays = [a for layer in layers for a in layer]
         segments, longest = [], longest_segment()
         for begin in range(start, stop, longest):
@@ -141,7 +141,7 @@ class Segment:
     arrays: tuple[mx.array, ...]
 
     def check(self, packing: Packing) -> None:
-        """Raises where its arrays are not what the packing says: nothing after this looks."""
+        """Raise where the arrays are not what the packing says. No later code checks it."""
         tokens = self.stop - self.start
         for array, (heads, width, dtype) in zip(self.arrays, packing.packed, strict=True):
             if array.shape != (1, heads, tokens, width) or array.dtype != dtype:
@@ -178,7 +178,7 @@ class Rows:
         return self.segments[-1].stop
 
     def split(self, at: int) -> tuple[Rows | None, Rows | None]:
-        """The rows before and from `at`. Only the segment that `at` falls into is copied."""
+        """Part the rows at `at`. Only the segment that `at` falls into is copied."""
         return self.part(self.start, at), self.part(at, self.stop)
 
     def part(self, start: int, stop: int) -> Rows | None:
@@ -199,7 +199,7 @@ class Rows:
 
 
 def chained(pieces: Sequence[Rows]) -> Rows | None:
-    """Rows that continue one another as one; nothing is copied."""
+    """Make one of rows that continue one another. Copies nothing."""
     if not pieces:
         return None
     return Rows(pieces[0].packing, tuple(s for piece in pieces for s in piece.segments))
@@ -212,7 +212,7 @@ def join(
     wanted: Sequence[int],
     headroom: int,
 ) -> list[mx.array]:
-    """The `wanted` arrays over the given spans, each one fresh, with room for more tokens."""
+    """Copy the `wanted` arrays over the given spans, each with room for more tokens."""
     parts = _parts(pieces, spans)
     for segment, _, _ in parts:
         segment.check(packing)
@@ -247,7 +247,7 @@ def join(
         for s, a, b in parts if i in packing.places else ():
             group, head = packing.places[i]
             rows = s.arrays[group]
-            if dtype == mx.bfloat16:  # which numpy does not have
+            if dtype == mx.bfloat16:  # numpy has no such numbers
                 rows = rows.view(mx.uint16)
             found = np.asarray(rows)[:, head : head + heads, a:b]
             into[:, :, at : at + b - a] = found.view(np.uint8)

@@ -1,4 +1,4 @@
-"""Pins: what is in use is not evicted."""
+"""Pins: a path in use is not evicted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Pin:
     def up_to(self, position: int) -> None:
         """Hold no more than the path to `position`.
 
-        Another request may have split the node in the meantime: the lower half is not ours.
+        Another request may have split the node in the meantime: the lower half is not held.
         """
         while self.node.parent is not None and self.node.start >= position:
             self.node.pins -= 1

@@ -1,4 +1,4 @@
-"""From a prompt to caches that stand at its resume point, whatever tier that lies in."""
+"""Restoring: caches that stand at a prompt's resume point are built from the tree."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .tree import Node, Tree
 log = logging.getLogger("rewarm")
 
 STEP = 256
-"""Rows by which mlx-lm's caches grow. On CUDA restored ones are of such lengths, too: MLX uses a
-freed buffer only for one of its size again, and a new one takes longer than the copy into it."""
+"""The number of rows by which mlx-lm's caches grow. On CUDA restored caches have such lengths, too.
+MLX reuses a freed buffer only for one of its size, and a new one takes longer than the copy."""
 
 
 @dataclass
 class Restorer:
-    """Builds caches from the tree. What cannot be restored is dropped: a shorter hit."""
+    """Builds caches from the tree. What cannot be restored is dropped, and the hit is shorter."""
 
     layout: Layout
     blank: MakeCaches
@@ -40,7 +40,7 @@ class Restorer:
     def restored(
         self, found: ResumePoint, tree: Tree, query: Query, headroom: int
     ) -> tuple[ResumePoint, list[Any]]:
-        """The caches of a match, with room for `headroom` tokens beyond the prompt."""
+        """Build the caches of a match, with room for `headroom` tokens beyond the prompt."""
         if is_cuda():
             headroom += -(query.length + headroom) % STEP
         while found.at:
@@ -79,8 +79,8 @@ class Restorer:
 
 
 def known_below(point: ResumePoint, found: Found) -> ResumePoint:
-    """A match that says what a tier knows of the prompt beyond memory: it is computed although it
-    was known."""
+    """Add to a match what a tier knows of the prompt beyond memory: those tokens are computed
+    although they were known."""
     known = point.match.shared
     parts = found.reason == "diverged" and found.shared == known and point.match.reason is None
     if found.shared <= known and not parts:

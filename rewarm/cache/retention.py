@@ -40,7 +40,7 @@ STEPS = 2
 """Buckets for each doubling of worth."""
 
 AT_ONCE = 256
-"""Nodes that may wait to be taken into the index: all of them at the end would take a second."""
+"""The number of nodes that may wait to be filed: thousands at once would take a second."""
 
 
 class Bucket(NamedTuple):
@@ -77,16 +77,16 @@ class Turn(NamedTuple):
 
 @dataclass
 class Evictor:
-    """Makes room for a tree by a policy. Nothing that is leased goes."""
+    """Makes room for trees by a policy. Nothing that is leased is evicted."""
 
     policy: Retention
     ledger: Ledger
     clock: Callable[[], int]
     appraiser: Appraiser
     on_evict: Callable[[Item], None] | None = None
-    """Told of an item that is about to go, with all it holds."""
+    """Called with an item that is about to be evicted, with all it holds."""
     by_request: bool = True
-    """Its clock counts requests. Where it counts time, a crowd is no age."""
+    """True where the clock counts requests. Where it counts time, there are no crowds."""
     unit: int = 1
     """Ticks of the clock in one unit of the ages that a policy counts."""
     fresh: int = 0
@@ -156,8 +156,8 @@ class Evictor:
         self._pushed = self._chats = self._count_again = 0
 
     def take_in(self, most: int | None = None) -> None:
-        """Take what is new into the index, what is gone out of it, and appraise again, once each,
-        whatever is worth more or less for it. `most`: so many nodes, and the rest another time."""
+        """File what is new, drop what is gone, and appraise whatever is worth more or less for it
+        again, once each. `most` limits the nodes of one call; the rest is taken another time."""
         noted = self.ledger.noted
         near: dict[Node, None] = {}
         for _ in range(min(len(noted), most or len(noted))):
@@ -182,12 +182,12 @@ class Evictor:
             self._look_at(node, checkpoints)
 
     def _windows_before(self, node: Node) -> list[Node]:
-        """The nodes with the windows that what is at a node needs, or needed."""
+        """The nodes with the windows that a checkpoint at a node needs, or needed."""
         near = itertools.takewhile(lambda n: n.end > node.end - self.appraiser.reach, node.path())
         return [above for above in near if above.window is not None]
 
     def _look_at(self, node: Node, checkpoints: dict[Node, Item] | None = None) -> None:
-        """File what a node has now. `checkpoints`: as appraised since the tree last changed."""
+        """File what a node has now. `checkpoints` were appraised since the tree last changed."""
         if node in self.ledger.noted:  # it will be taken in
             return
         kinds = self.appraiser.kinds(node)
@@ -313,7 +313,7 @@ class Evictor:
             self.ledger.put_checkpoint(node, None)
         else:
             self.ledger.put_window(node, None)
-            # Half a window is worth nothing: neither is the rest of it.
+            # Half a window is worth nothing, so what is left of it is appraised again.
             below = [node]
             for each in below:
                 if len(below) < FARTHEST:

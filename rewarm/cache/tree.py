@@ -64,7 +64,7 @@ class Checkpoint:
     """Warm-ahead took it, and no request has asked for it yet. It means the same in a node."""
 
     def touch(self, now: int) -> None:
-        """A hit used this."""
+        """Note a hit."""
         self.hits += 1
         self.last_used = now
         self.warm = False
@@ -104,7 +104,7 @@ class Node:
     """A hash of the path to its end, once something asked for it. A split does not move the end."""
 
     def touch(self, now: int) -> None:
-        """A hit used this."""
+        """Note a hit."""
         self.hits += 1
         self.last_used = now
         self.warm = self.waits = False
@@ -169,7 +169,7 @@ class Root(Node):
     def __init__(self, tree: Tree) -> None:
         super().__init__(parent=None, start=0, key=b"")
         self.tree = tree
-        # Two namespaces have other hashes for the same tokens.
+        # It makes the hashes of two namespaces differ for the same tokens.
         self.digest = hash(tree.namespace) & (1 << 62) - 1
 
 

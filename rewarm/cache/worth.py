@@ -22,8 +22,7 @@ WAY_BACK = 1 / 2
 on from what is left."""
 
 FARTHEST = 64
-"""Nodes that are looked at around one: a bound on the work. The result may be less exact for it,
-and is never wrong."""
+"""The number of nodes that are looked at around one, to bound the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,10 @@ class Item:
 
 
 class Retention(Protocol):
-    """A policy, to be subclassed. What has the least worth for its age goes first.
+    """A policy, to be subclassed. The item with the least worth for its age is evicted first.
 
-    An index keeps items by these figures: only time passes, and chats come and go, without a change
-    to an item.
+    An index keeps items by these figures. So apart from time and the number of chats, they must not
+    change without a change to the item.
     """
 
     def worth(self, item: Item) -> float:

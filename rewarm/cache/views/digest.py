@@ -1,4 +1,4 @@
-"""One hash of what a cache knows, to compare caches that went the same way."""
+"""One hash of what a cache knows, to compare caches that had the same calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _digest_of(tree: Tree) -> str:
     while todo:
         node = todo.pop()
         kind = node.checkpoint.kind if node.checkpoint is not None else ""
-        # A start says which node above a node hangs on: they come in the order of the tree.
+        # Nodes come in the order of the tree, so the start of one tells its parent.
         found.update(f"{node.start} {len(node.key)} {node.origin} {kind} ".encode() + node.key)
         todo += [node.children[edge] for edge in sorted(node.children)]
     return found.hexdigest()

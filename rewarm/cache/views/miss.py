@@ -1,4 +1,4 @@
-"""Why not more of a prompt was reused, with the figures."""
+"""The reason why not more of a prompt was reused, with the figures."""
 
 from __future__ import annotations
 

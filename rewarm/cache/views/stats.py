@@ -63,7 +63,7 @@ class Stats:
 
     @property
     def bytes(self) -> dict[str, dict[str, int]]:
-        """Really held, by tier, then by kind; `index` is the tree itself."""
+        """Bytes held, by tier and kind; `index` is the tree itself."""
         return {name: dict(tier.kinds) for name, tier in self.tiers.items()}
 
     @property

@@ -134,7 +134,7 @@ class Branch(NamedTuple):
 
 @dataclass
 class Surveyor:
-    """Takes one survey."""
+    """Takes one survey. It can be used once."""
 
     entered: Callable[[], AbstractContextManager[None]]
     memory: Trees
@@ -193,7 +193,10 @@ class Surveyor:
         tokens = len(key) // WIDTH
         number = part = kind = hits = last_used = 0
         held = [_held(node, at, at + tokens) for node in (memory, lower)]
-        for node, unit in ((lower, self.below.second), (memory, 1)):  # memory's last: it counts
+        for node, unit in (
+            (lower, self.below.second),
+            (memory, 1),
+        ):  # memory's node comes last, and counts
             if node is not None:
                 number, part = node.number, at - node.start
                 hits, last_used = node.hits, node.last_used // unit

@@ -31,7 +31,7 @@ from .pins import Pin
 from .positions import FAR, position_limit
 from .restore import Restorer
 from .tiers.base import Tier
-from .tiers.disk.records import StoreError
+from .tiers.disk.errors import StoreError
 from .tiers.disk.store import Store
 from .tiers.disk.tier import DiskTier
 from .tiers.lower import Lower

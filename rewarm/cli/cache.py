@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from contextlib import closing
 from pathlib import Path
@@ -46,10 +45,10 @@ def _opened(folder: Path) -> closing[Store]:
 def stats(disk: Disk) -> None:
     """Say how much there is in all."""
     with _opened(disk) as store:
-        known = store.namespaces()
+        known = store.index.namespaces()
         console = Console()
         console.print(
-            f"{decimal(store.bytes())} in {sum(n.payloads for n in known):,} files, "
+            f"{decimal(store.bytes())} in {sum(n.files for n in known):,} files, "
             f"{sum(n.nodes for n in known):,} spans of {len(known):,} "
             + ("namespace" if len(known) == 1 else "namespaces")
         )
@@ -71,7 +70,7 @@ def ls(disk: Disk) -> None:
     """Print a line for each namespace: a model, in one form, for one salt."""
     with _opened(disk) as store:
         table = Table("name", "model", "salt", "mode", "size", "spans", "last used", box=None)
-        for each in sorted(store.namespaces(), key=lambda n: -n.used):
+        for each in sorted(store.index.namespaces(), key=lambda n: -n.used):
             about = each.about
             table.add_row(
                 each.digest[:8],
@@ -97,7 +96,7 @@ def verify(disk: Disk) -> None:
                 lambda done, total: progress.update(task, completed=done, total=total)
             )
         console.print(
-            f"{found.payloads:,} files, {decimal(found.bytes)}: "
+            f"{found.files:,} files, {decimal(found.bytes)}: "
             + (
                 f"{found.damaged:,} damaged, {found.dropped:,} spans dropped"
                 if found.damaged or found.dropped
@@ -113,16 +112,18 @@ def clear(disk: Disk, namespace: Namespace = None, salt: Salt = None) -> None:
     """Delete everything, one namespace, or what was stored for one salt."""
     with _opened(disk) as store:
         if namespace is not None:
-            found = [n for n in store.namespaces() if n.digest.startswith(namespace)]
+            found = [n for n in store.index.namespaces() if n.digest.startswith(namespace)]
             if len(found) != 1:
                 raise InvalidOption(
                     f"--namespace {namespace!r} names {len(found)} of them: `rewarm cache ls` "
                     "shows their names"
                 )
-            freed = store.clear(namespace=found[0].id)
+            freed = store.clear(lambda info: info.id == found[0].id)
         elif salt is not None:
-            digest = hashlib.sha256(salt.encode()).hexdigest()[:16]
-            freed = store.clear(where={"salt": digest})
+            from rewarm.cache.tiers.disk.trees import salt_digest
+
+            wanted = salt_digest(salt)
+            freed = store.clear(lambda info: info.about.get("salt") == wanted)
         else:
             freed = store.clear()
         Console().print(f"{decimal(freed)} deleted")

@@ -11,7 +11,16 @@ from functools import partial
 from typing import Literal
 
 from rewarm.cache.find import Query
-from rewarm.cache.tiers.base import FetchCancelled, Found, Offer, Sealed, Take, Tier, resolved
+from rewarm.cache.tiers.base import (
+    FetchCancelled,
+    Found,
+    Offer,
+    Receipt,
+    Sealed,
+    Take,
+    Tier,
+    resolved,
+)
 from rewarm.cache.tiers.seal import sealed
 from rewarm.cache.tree import WIDTH
 
@@ -26,7 +35,7 @@ class HostileTier(Tier):
         self.draw = random.Random(seed)
         self.kept: dict[bytes, dict[Offer, list[Sealed]]] = {}
 
-    def offer(self, offers: Sequence[Offer]) -> Sequence[Offer]:
+    def offer(self, offers: Sequence[Offer]) -> Sequence[Receipt]:
         for offer in offers:
             self.kept.setdefault(offer.data, {})[offer] = sealed(offer)
         return []

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from rewarm.cache.tiers.disk.records import StoreUnusable
+from rewarm.cache.tiers.disk.errors import StoreUnusable
 from rewarm.cache.tiers.disk.store import Store
 from tests import zoo
 from tests.cache.disk.caches import cache_on
-from tests.cache.disk.stores import ABOUT, add, opened
+from tests.cache.disk.stores import ONE, add, opened, read
 from tests.cli.test_chat import chatting
 from tests.runs import prompt, run
 from tests.test_private import NOBODY, as_root
@@ -33,7 +33,7 @@ SECRET = "ours, and nobody else's business"
 def folder(tmp_path: Path) -> Path:
     """A store's folder with something in it."""
     with opened(tmp_path / "cache") as kept:
-        add(kept, kept.namespace("one", ABOUT), 1)
+        add(kept, 1)
     return tmp_path / "cache"
 
 
@@ -100,7 +100,7 @@ def test_a_link_of_another_user_is_not_followed(shared: Path, tmp_path: Path) ->
 @as_root
 def test_nobody_else_can_read_change_or_replace_a_store(shared: Path) -> None:
     with opened(shared / "cache") as kept:
-        add(kept, kept.namespace("one", ABOUT), 1)
+        add(kept, 1)
         before = everything(shared)
         for command in (
             "ls cache",
@@ -125,7 +125,7 @@ def test_a_folder_that_others_can_write_in_is_refused_and_says_what_to_do(folder
     assert everything(folder) == before
     folder.chmod(0o700)
     with opened(folder) as kept:
-        assert kept.verify().payloads == 1
+        assert kept.verify().files == 1
 
 
 def test_a_parent_that_others_can_write_in_is_refused(folder: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_link_of_ours_may_lead_to_the_folder(folder: Path, tmp_path: Path) -> 
     (tmp_path / "link").symlink_to(folder)
     with opened(tmp_path / "link") as kept:
         assert kept.folder == folder
-        assert kept.verify().payloads == 1
+        assert kept.verify().files == 1
 
 
 def test_the_program_says_whose_the_folder_is(folder: Path) -> None:
@@ -216,10 +216,10 @@ def test_a_payload_that_became_a_link_is_damaged(folder: Path, tmp_path: Path) -
     file.unlink()
     file.symlink_to(copy)
     with opened(folder) as kept:
-        space = kept.namespace("one", ABOUT)
-        (payload,) = kept.nodes(space)[1].values()
-        assert kept.read(payload) is None
-        assert not kept.nodes(space)[1]
+        (payload,) = kept.index.load(ONE).files.values()
+        assert read(kept, payload) is None
+        assert kept.verify().damaged == 1
+        assert not kept.index.load(ONE).nodes
     assert copy.exists()
 
 

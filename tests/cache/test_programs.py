@@ -217,7 +217,8 @@ class ProgramsOnDisk(Programs):
         if clean:
             self.cache.close()
         else:
-            disk.writer.clear()  # what was not written yet is lost
+            with disk._changed:
+                disk.trees.forget()  # what was not written yet is lost
             disk.close()
         self.cache = self.make_cache()
 

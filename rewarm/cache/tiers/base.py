@@ -83,6 +83,14 @@ class Span:
 
 
 @dataclass(frozen=True, eq=False)
+class Receipt:
+    """The cache's note of what an offer was made of. A tier must not look into it: it changes."""
+
+    tree: Tree
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Offer:
     """A path that memory has, from the first token on. What is offered is its last span; those
     before it are there for a tier that lacks them."""
@@ -90,10 +98,8 @@ class Offer:
     namespace: Namespace
     path: tuple[Span, ...]
     exact: bool
-    tree: Tree = field(repr=False)
-    """This and `nodes` are for the cache, which may offer them again. They change: a tier must not
-    look at them."""
-    nodes: tuple[Node, ...] = field(repr=False)
+    receipt: Receipt = field(repr=False)
+    """For `Tier.offer` to return. Whoever keeps the offer keeps its payloads in memory."""
 
     @property
     def data(self) -> bytes:
@@ -162,11 +168,12 @@ class Tier(Protocol):
         The future is resolved when all of them were given. What is gone is left out."""
 
     @abstractmethod
-    def offer(self, offers: Sequence[Offer]) -> Sequence[Offer]:
+    def offer(self, offers: Sequence[Offer]) -> Sequence[Receipt]:
         """Take them or not, and do not wait for anything slow: write later, on another thread.
 
-        Returns those that are to be offered another time: what was not taken now, and what an
-        earlier call took and could not keep. It may be called with none, to ask for the latter."""
+        Returns the receipts of those that are to be offered another time: what was not taken now,
+        and what an earlier call took and could not keep. It may be called with none, to ask for
+        the latter."""
 
     def flush(self, deadline: float | None) -> bool:
         """Wait until what was taken outlives this process, at most until `time.monotonic()` is

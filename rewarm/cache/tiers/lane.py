@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ..find import Query
 from ..tree import Node, Tree
-from .base import Found, Offer, Take, Tier
+from .base import Found, Offer, Receipt, Take, Tier
 
 log = logging.getLogger("rewarm")
 
@@ -30,7 +30,7 @@ class Lane:
         self.tier = tier
         self.fresh: dict[Node, Tree] = {}
         """Nodes of memory that are to be offered. Read and changed under the cache's lock."""
-        self.returned: queue.SimpleQueue[Offer] = queue.SimpleQueue()
+        self.returned: queue.SimpleQueue[Receipt] = queue.SimpleQueue()
         """Offers that the tier did not take, or could not keep after all."""
         self.waiting = 0
         """Bytes of offers that the tier has not seen yet."""
@@ -84,12 +84,12 @@ class Lane:
             refused = list(self.tier.offer(offers))
         except Exception:
             log.exception("the tier %r could not be offered anything", self.tier.name)
-            refused = list(offers)
-        given = {id(offer) for offer in offers}
-        for offer in refused:
+            refused = [offer.receipt for offer in offers]
+        given = {offer.receipt for offer in offers}
+        for receipt in refused:
             # Where one was lost that had been taken, so was what lies above it and came with it.
-            only = offer.nodes[-1:] if id(offer) in given else offer.nodes
-            self.returned.put(replace(offer, path=(), nodes=only))
+            nodes = receipt.nodes[-1:] if receipt in given else receipt.nodes
+            self.returned.put(Receipt(receipt.tree, nodes))
         with self._count:
             self.waiting -= nbytes
         return not refused

@@ -17,7 +17,7 @@ from ..pins import Pins
 from ..placement import WEIGHTS
 from ..tree import Node, Tree, tree_of
 from ..worth import Item
-from .base import Found, Offer, Span, Tier
+from .base import Found, Offer, Receipt, Span, Tier
 from .fetch import Fetch, Worth
 from .lane import MOST_WAITING, Lane
 
@@ -126,9 +126,9 @@ class Lower:
     def _take_back(self, lane: Lane) -> None:
         """Make fresh again what a tier did not keep."""
         while not lane.returned.empty():
-            offer = lane.returned.get()
-            kept = [node for node in offer.nodes if node.parent is not None]
-            lane.fresh.update(dict.fromkeys(kept, offer.tree))
+            receipt = lane.returned.get()
+            kept = [node for node in receipt.nodes if node.parent is not None]
+            lane.fresh.update(dict.fromkeys(kept, receipt.tree))
 
     def _fresh_offers(self, lane: Lane, nodes: list[Node], durable: bool) -> list[Offer]:
         """Offers of as many of these nodes as may wait, which are not fresh any more."""
@@ -147,7 +147,7 @@ class Lower:
     def _offer(self, tree: Tree, node: Node) -> Offer:
         nodes = tuple(node.path())[::-1]
         path = tuple(_span(each) for each in nodes)
-        return Offer(tree.namespace, path, not tree.splits, tree, nodes)
+        return Offer(tree.namespace, path, not tree.splits, Receipt(tree, nodes))
 
     def _is_wanted(self, node: Node, durable: bool) -> bool:
         return not node.warm and self._is_worth(node, durable)

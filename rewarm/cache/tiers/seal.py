@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -80,47 +80,92 @@ class PathDigest:
         return found.hexdigest()
 
 
+@dataclass(frozen=True)
+class Payload:
+    """A payload of an offered path, not sealed yet."""
+
+    what: What
+    spans: tuple[Span, ...]
+    """The spans that it lies in; a state, the one that it ends."""
+    value: Rows | PackedState
+
+    @property
+    def tokens(self) -> tuple[int, int] | None:
+        """The first token that it holds rows of, and the end."""
+        return (self.value.start, self.value.stop) if isinstance(self.value, Rows) else None
+
+
+def payloads(offer: Offer, known: int = 0, most: int | None = None) -> Iterator[Payload]:
+    """The payloads that the end of an offered path can be restored from.
+
+    `known` is the number of tokens whose rows the tier has already. `most` is the number of bytes
+    up to which the rows of several spans are one payload."""
+    groups: list[list[tuple[Span, Rows]]] = []
+    size = 0
+    for span in offer.path:
+        rows = span.rows.part(known, span.end) if span.rows and span.end > known else None
+        if rows is None:
+            continue
+        size += rows.nbytes
+        is_full = most is not None and size > most
+        if not groups or is_full or rows.packing != groups[-1][0][1].packing:
+            groups.append([])
+            size = rows.nbytes
+        groups[-1].append((span, rows))
+    for group in groups:
+        whole = chained([rows for _, rows in group])
+        assert whole is not None
+        yield Payload("rows", tuple(span for span, _ in group), whole)
+    for span in offer.path:
+        if span.window is not None:
+            yield Payload("window", (span,), span.window)
+    if offer.path[-1].state is not None:
+        yield Payload("state", offer.path[-1:], offer.path[-1].state)
+
+
 class Sealer:
     """Seals the payloads of one offered path."""
 
     def __init__(self, offer: Offer) -> None:
+        self.receipt = offer.receipt
         self._data = offer.data
         self._path = PathDigest(offer.namespace, self._data, offer.cuts)
 
-    def rows(self, what: What, rows: Rows, spans: Sequence[Span]) -> Sealed:
-        """`spans` are the nodes that the rows lie in."""
-        arrays, form = pack_rows(rows)
-        ends = [[min(span.end, rows.stop), span.origin] for span in spans]
-        return self._sealed(arrays, what, rows.start, ends, None, form)
-
-    def state(self, state: PackedState, span: Span) -> Sealed:
-        arrays, form = pack_state(state)
-        return self._sealed(arrays, "state", span.end, [[span.end, span.origin]], span.kind, form)
-
-    def _sealed(
-        self, arrays: Sealed, what: What, start: int, ends: list[Any], kind: str | None, form: Any
-    ) -> Sealed:
-        label = {"path": self._path.at(start), "what": what, "start": start, "ends": ends}
-        text = json.dumps({**label, "kind": kind, "form": form}).encode()
-        tokens = self._data[start * WIDTH : ends[-1][0] * WIDTH]
-        arrays |= {LABEL: np.frombuffer(text, np.uint8), TOKENS: np.frombuffer(tokens, np.uint8)}
-        return {**arrays, SEAL: np.frombuffer(_checksum(arrays), np.uint8)}
+    def sealed(self, payload: Payload) -> Sealed:
+        value, last = payload.value, payload.spans[-1]
+        if isinstance(value, Rows):
+            arrays, form = pack_rows(value)
+            start, stop = value.start, value.stop
+        else:
+            arrays, form = pack_state(value)
+            start = stop = last.end
+        label = {
+            "path": self._path.at(start),
+            "what": payload.what,
+            "start": start,
+            "ends": [[min(span.end, stop), span.origin] for span in payload.spans],
+            "kind": last.kind if payload.what == "state" else None,
+            "form": form,
+        }
+        tokens = self._data[start * WIDTH : stop * WIDTH]
+        arrays[LABEL] = np.frombuffer(json.dumps(label).encode(), np.uint8)
+        arrays[TOKENS] = np.frombuffer(tokens, np.uint8)
+        return stamped(arrays)
 
 
 def sealed(offer: Offer) -> list[Sealed]:
-    """All payloads that the end of an offered path can be restored from, for a tier that keeps
-    each path by itself."""
-    seal, last = Sealer(offer), offer.path[-1]
-    found = []
-    rows = chained([span.rows for span in offer.path if span.rows is not None])
-    if rows is not None:
-        found.append(seal.rows("rows", rows, offer.path))
-    for span in offer.path:
-        if span.window is not None:
-            found.append(seal.rows("window", span.window, [span]))
-    if last.state is not None:
-        found.append(seal.state(last.state, last))
-    return found
+    """Seal all payloads of an offered path, for a tier that keeps each path by itself."""
+    seal = Sealer(offer)
+    return [seal.sealed(payload) for payload in payloads(offer)]
+
+
+def stamped(arrays: Sealed) -> Sealed:
+    return {**arrays, SEAL: np.frombuffer(_checksum(arrays), np.uint8)}
+
+
+def is_whole(arrays: Sealed) -> bool:
+    """True where a payload is as it was sealed, whatever it belongs to."""
+    return SEAL in arrays and arrays[SEAL].tobytes() == _checksum(arrays)
 
 
 class Unsealer:
@@ -133,7 +178,7 @@ class Unsealer:
     def piece(self, arrays: Sealed) -> Piece:
         """Raises `BrokenSeal`."""
         try:
-            if arrays[SEAL].tobytes() != _checksum(arrays):
+            if not is_whole(arrays):
                 raise BrokenSeal("its checksum is another")
             return self._checked(arrays, json.loads(arrays[LABEL].tobytes()))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rewarm.cache import PrefixCache
-from rewarm.cache.tiers.disk import files
+from rewarm.cache.tiers.disk import folder
 from rewarm.cache.tiers.disk.tier import DiskTier
 from tests.runs import (
     CHUNK,
@@ -34,15 +34,15 @@ def disk_of(cache: PrefixCache) -> DiskTier:
 class Watch:
     """The most that a folder held at any moment."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, watched: Path) -> None:
+        self.folder = watched
         self.most = self.largest = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look)
 
     def _look(self) -> None:
         while not self._stop.is_set():
-            sizes = [files.size_of(path) for path in self.folder.rglob("*") if path.is_file()]
+            sizes = [folder.size_of(path) for path in self.folder.rglob("*") if path.is_file()]
             self.most = max(self.most, sum(sizes))
             self.largest = max(self.largest, *sizes, 0)
             time.sleep(0.001)

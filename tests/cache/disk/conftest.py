@@ -11,7 +11,8 @@ import pytest
 from rewarm.cache.tiers.disk.store import Store
 
 from .stores import (
-    ABOUT,
+    ONE,
+    TWO,
     add,
     opened,
 )
@@ -33,11 +34,10 @@ def forest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 nodes in two namespaces: a store that was closed, and as it was `live`, with its log."""
     place = tmp_path_factory.mktemp("forest")
     with opened(place / "closed") as kept:
-        spaces = [kept.namespace(digest, ABOUT) for digest in ("one", "two")]
         ids: list[int | None] = [None]
         for n in range(60):
-            space, parent = spaces[n % 2], None if n < 10 else ids[n - 1]
-            ids.append(add(kept, space, n, parent)[0])
+            parent = None if n < 10 else ids[n - 1]
+            ids.append(add(kept, n, parent, (ONE, TWO)[n % 2])[0])
         shutil.copytree(place / "closed", place / "live")
     assert (place / "live" / "index.sqlite-wal").stat().st_size > 200_000
     return place

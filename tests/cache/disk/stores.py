@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rewarm.cache.tiers.disk import files
-from rewarm.cache.tiers.disk.records import (
-    AddNode,
-    AddPayload,
-    StoredNode,
-    StoredPayload,
-)
+from rewarm.cache.tiers.disk.errors import Damaged, StoreBroken
+from rewarm.cache.tiers.disk.index import Changes, FileRow, NamespaceRow, NodeRow, new_id
 from rewarm.cache.tiers.disk.store import Store
+from rewarm.cache.tiers.seal import is_whole, stamped
 
 LIMIT = 64 << 20
 ABOUT = {"model": "tiny", "salt": "none"}
+ONE, TWO = 1001, 1002
+"""Namespaces."""
 
 # Children are forked from a process that has imported everything once, and holds nothing of ours.
 processes = multiprocessing.get_context("forkserver")
@@ -33,44 +35,70 @@ def opened(folder: Path, limit: int = LIMIT, reserve: int = 0) -> Store:
 
 
 def content(n: int, size: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
-    """What payload `n` holds."""
+    """What payload `n` holds, with its seal."""
     draw = np.random.default_rng(n)
     length = int(draw.integers(1, 4000)) if size is None else size
-    return {
-        "a": draw.integers(0, 1 << 16, (2, length), dtype=np.uint16),
-        "b": draw.standard_normal(length // 2).astype(np.float32),
-    }
+    return stamped(
+        {
+            "a": draw.integers(0, 1 << 16, (2, length), dtype=np.uint16),
+            "b": draw.standard_normal(length // 2).astype(np.float32),
+        }
+    )
 
 
 def key_of(n: int) -> bytes:
     return np.random.default_rng(n).integers(0, 1 << 30, 1 + n % 90, dtype=np.int32).tobytes()
 
 
-def node_of(id: int, n: int, rows: int | None, parent: int | None = None) -> StoredNode:
-    kinds = (None, "loop", "system")
+def node_of(id: int, n: int, rows: int | None, parent: int | None = None) -> NodeRow:
+    kinds = (None, "turn", "system")
     origin = ("prefill", "decode")[n % 2]
-    return StoredNode(
-        *(id, parent, n % 7, key_of(n), origin, kinds[n % 3], n, n + 0.25, 1.0, rows, None, None)
+    return NodeRow(
+        *(id, ONE, parent, origin, kinds[n % 3], n, n + 0.25, 1.0, rows, None, None, key_of(n))
     )
 
 
-def add(kept: Store, space: int, n: int, parent: int | None = None) -> tuple[int, StoredPayload]:
+def space_of(id: int, about: Any = None) -> NamespaceRow:
+    return NamespaceRow(id, str(id), json.dumps(about or ABOUT), time.time())
+
+
+def write(kept: Store, n: int, space: int = ONE, size: int | None = None) -> FileRow:
+    """A file that the index does not know yet."""
+    id = new_id()
+    return FileRow(id, space, kept.write(id, content(n, size)), n, n + 1)
+
+
+def commit(kept: Store, *nodes: NodeRow, files: Sequence[FileRow] = (), **more: Any) -> None:
+    spaces = {each.namespace for each in (*nodes, *files)}
+    kept.commit(Changes([space_of(id) for id in spaces], list(files), list(nodes), **more))
+
+
+def add(kept: Store, n: int, parent: int | None = None, space: int = ONE) -> tuple[int, FileRow]:
     """Node `n` with payload `n`, committed."""
-    payload = kept.put_payload(content(n), (n, n))
-    id = kept.next_id()
-    kept.commit(space, [AddPayload(payload), AddNode(node_of(id, n, payload.id, parent))])
-    return id, payload
+    file = write(kept, n, space)
+    id = new_id()
+    commit(kept, node_of(id, n, file.id, parent)._replace(namespace=space), files=[file])
+    return id, file
 
 
-def n_of(payload: StoredPayload) -> int:
-    assert payload.span is not None
-    return payload.span[0]
+def n_of(file: FileRow) -> int:
+    assert file.start is not None
+    return file.start
+
+
+def read(kept: Store, file: FileRow) -> dict[str, Any] | None:
+    """A payload as whoever asks a tier gets it: with a whole seal, or not at all."""
+    try:
+        found = kept.read(file.id, file.nbytes)
+    except (Damaged, StoreBroken):
+        return None
+    return found if is_whole(found) else None
 
 
 def same(found: dict[str, Any] | None, wanted: dict[str, Any]) -> bool:
     return (
         found is not None
-        and list(found) == list(wanted)
+        and set(found) == set(wanted)
         and all(
             found[k].dtype == v.dtype and found[k].shape == v.shape and np.array_equal(found[k], v)
             for k, v in wanted.items()
@@ -82,11 +110,8 @@ def on_disk(folder: Path) -> list[Path]:
     return sorted(p for p in (folder / "payloads").rglob("*") if p.is_file())
 
 
-def file_of(kept: Store, payload: StoredPayload) -> Path:
-    with kept.guard.using() as index:
-        row = kept._pending.get(payload.id) or index.payload(payload.id)
-    assert row is not None
-    return Path(files.place(kept._payloads, row.written.name))
+def file_of(kept: Store, file: FileRow) -> Path:
+    return Path(files.place(kept._payloads, file.id))
 
 
 def used(folder: Path) -> int:

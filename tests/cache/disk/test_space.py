@@ -126,7 +126,7 @@ def test_salts_that_nobody_asks_for_make_room_for_others(tmp_path: Path) -> None
     second.close()
     third = cache_on(tmp_path, model, disk_size="1MB")
     assert third.match(asked, salt="new").resume == len(asked) - 1
-    assert {n.about["salt"] for n in disk_of(third).store.namespaces() if n.bytes} >= {
+    assert {n.about["salt"] for n in disk_of(third).store.index.namespaces() if n.bytes} >= {
         hashlib.sha256(b"new").hexdigest()[:16]
     }
     third.close()

@@ -8,27 +8,21 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rewarm.cache.tiers.disk import sweep
-from rewarm.cache.tiers.disk.records import (
-    AddNode,
-    AddPayload,
-    RemoveNode,
-    RemovePayload,
-    UpdateNode,
-)
+from rewarm.cache.tiers.disk.index import new_id
 from rewarm.cache.tiers.disk.store import Store
 from tests.sets import SOAK
 
 from .stores import (
-    ABOUT,
+    ONE,
     add,
+    commit,
     content,
     file_of,
     key_of,
@@ -37,8 +31,10 @@ from .stores import (
     on_disk,
     opened,
     processes,
+    read,
     same,
     used,
+    write,
 )
 
 # Kills
@@ -58,39 +54,33 @@ def churn(folder: str, seed: int, pipe: Connection) -> None:
     """Write, change and remove, and tell of it, until killed."""
     draw = random.Random(seed)
     kept = Store.open(Path(folder), limit=1 << 30, reserve=0)
-    space = kept.namespace("one", ABOUT)
-    nodes, _ = kept.nodes(space)
-    live = {node.id: node for node in nodes}
+    kept.sweep()
+    live = {node.id: node for node in kept.index.load(ONE).nodes}
     numbers = iter(range(seed * 100_000, (seed + 1) * 100_000))
     while True:
         what = draw.random()
         leaves = set(live) - {node.parent for node in live.values()}
         if what < 0.6 or len(live) < 4:
-            changes: list[Any] = []
             batch = {}
-            for n in (next(numbers) for _ in range(draw.randrange(1, 4))):
-                payload = kept.put_payload(content(n), (n, n))
-                parent = draw.choice([None, *live])
-                node = node_of(kept.next_id(), n, payload.id, parent)
-                changes += [AddPayload(payload), AddNode(node)]
-                batch[node.id] = node
-            kept.commit(space, changes)
+            made = [write(kept, next(numbers)) for _ in range(draw.randrange(1, 4))]
+            for file in made:
+                id = new_id()
+                batch[id] = node_of(id, n_of(file), file.id, draw.choice([None, *live, *batch]))
+            commit(kept, *batch.values(), files=made)
             live |= batch
             pipe.send(("added", {id: node.hits for id, node in batch.items()}))
         elif what < 0.85:
             id = draw.choice(sorted(leaves))
             pipe.send(("removing", [id]))
-            rows = live.pop(id).rows
-            assert rows is not None
-            kept.commit(space, [RemoveNode(id), RemovePayload(rows)])
+            commit(kept, gone_nodes=[id], gone_files={live.pop(id).files[0]: 0})
         elif what < 0.9:
-            kept.put_payload(content(next(numbers)), None)  # never committed
+            write(kept, next(numbers))  # never committed
         elif what < 0.95:
             id = draw.choice(sorted(live))
-            live[id] = replace(live[id], used=float(draw.randrange(100)))
-            kept.commit(space, [UpdateNode(live[id])])
+            live[id] = live[id]._replace(used=float(draw.randrange(100)))
+            commit(kept, live[id])
         else:
-            kept.checkpoint()
+            kept.index.checkpoint()
 
 
 def run_and_kill(folder: Path, seed: int, told: Told) -> bool:
@@ -127,26 +117,24 @@ def test_a_kill_at_any_instant_leaves_what_was_committed_and_nothing_wrong(folde
     for seed in range(1, (2000 if SOAK else 20) + 1):
         run_and_kill(folder, seed, told)
         with opened(folder, 1 << 30) as kept:
-            space = kept.namespace("one", ABOUT)
-            nodes, payloads = kept.nodes(space)
-            there = {node.id: node.hits for node in nodes}
-            for node in nodes:
-                assert node.rows is not None
-                n = n_of(payloads[node.rows])
+            orphans += kept.verify(repair=False).orphans
+            kept.sweep()
+            stored = kept.index.load(ONE)
+            there = {node.id: node.hits for node in stored.nodes}
+            for node in stored.nodes:
+                (file,) = (stored.files[id] for id in node.files)
+                n = n_of(file)
                 assert (n, node.key) == (node.hits, key_of(n))
-                assert same(kept.read(payloads[node.rows]), content(n))
+                assert same(read(kept, file), content(n))
             missing = set(told.sure) - told.maybe - set(there)
             assert not missing, f"lost though committed: {missing}"
             assert all(there[id] == n for id, n in told.sure.items() if id in there)
-            found = kept.verify()
-            assert (found.damaged, found.dropped) == (0, 0)
-            orphans += found.orphans
             assert kept.verify().clean
-            assert len(on_disk(folder)) == len(payloads)
-            kept.checkpoint()
+            assert len(on_disk(folder)) == len(stored.files)
+            kept.index.checkpoint()
             assert kept.bytes() == used(folder)
             told.sure, told.maybe = there, set()
-            if len(nodes) > 150:
+            if len(stored.nodes) > 150:
                 kept.clear()
                 told = Told()
     assert orphans, "no kill ever hit a write: the test shows nothing"
@@ -156,7 +144,7 @@ def test_a_file_is_synced_before_it_has_its_name(
     kept: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill does not show it, a power cut does: data first, then the name, then the folder."""
-    kept.put_payload(content(1), None)
+    write(kept, 1)
     calls: list[str] = []
 
     def spy(name: str, say: Callable[..., str]) -> None:
@@ -170,45 +158,50 @@ def test_a_file_is_synced_before_it_has_its_name(
 
     spy("fsync", lambda fd: "sync " + ("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file"))
     spy("rename", lambda a, b: f"rename {Path(a).suffix} {Path(b).suffix}")
-    kept.put_payload(content(1), None)
+    write(kept, 2)
     wanted = ["sync file", "rename .tmp .safetensors", "sync folder"]
     assert calls[-3:] == wanted
-    with kept.guard.using() as index:
-        assert index._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-        assert index._db.execute("PRAGMA synchronous").fetchone() == (2,)
-
-
-def test_leftovers_of_a_kill_go_in_the_background(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(folder) as kept:
-        _, payload = add(kept, kept.namespace("one", ABOUT), 1)
-        known = file_of(kept, payload)
-        waiting = file_of(kept, kept.put_payload(content(2), None))
-        (known.parent / ("0" * 32 + ".tmp")).write_bytes(b"half")
-        (known.parent / "note.txt").write_text("not ours")
-    monkeypatch.setattr(sweep, "SWEEP_AFTER", 0.0)
-    with opened(folder) as kept:
-        kept.sweeper.thread.join(10)
-        assert on_disk(folder) == sorted([known, known.parent / "note.txt"])
-        assert not waiting.exists()
+    with kept.index.using() as db:
+        assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert db.execute("PRAGMA synchronous").fetchone() == (2,)
 
 
 def test_the_sweep_leaves_what_is_being_written(folder: Path) -> None:
     with opened(folder) as kept:
-        space = kept.namespace("one", ABOUT)
         stop = threading.Event()
 
         def sweep() -> None:
             while not stop.is_set():
-                kept.sweeper.remove(kept.sweeper.find())
+                kept.sweep()
 
         sweeper = threading.Thread(target=sweep)
         sweeper.start()
         try:
-            made = [add(kept, space, n)[1] for n in range(60)]
+            made = [add(kept, n)[1] for n in range(60)]
         finally:
             stop.set()
             sweeper.join()
-        for n, payload in enumerate(made):
-            assert same(kept.read(payload), content(n))
+        for n, file in enumerate(made):
+            assert same(read(kept, file), content(n))
+
+
+def test_a_sweep_takes_the_leftovers_of_a_kill_and_nothing_else(folder: Path) -> None:
+    with opened(folder) as kept:
+        known = file_of(kept, add(kept, 1)[1])
+        waiting = file_of(kept, write(kept, 2))
+        for name in ("0" * 32 + ".safetensors", "0" * 16 + ".tmp", "note.txt"):
+            (known.parent / name).write_bytes(b"half")
+    with opened(folder) as kept:
+        kept.sweep()
+        assert on_disk(folder) == sorted([known, known.parent / "note.txt"])
+        assert not waiting.exists()
+        assert kept.bytes() == used(folder) - len("half")
+
+
+def test_a_sweep_counts_what_the_index_has_wrong(folder: Path) -> None:
+    with opened(folder) as kept:
+        _, file = add(kept, 1)
+        commit(kept, files=[file._replace(nbytes=5)])
+    with opened(folder) as kept:
+        kept.sweep()
+        assert kept.bytes() == used(folder)

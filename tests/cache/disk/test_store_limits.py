@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-import struct
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 
 from rewarm.cache.tiers.disk import files
-from rewarm.cache.tiers.disk.files import Written
-from rewarm.cache.tiers.disk.records import (
-    AddNode,
-    AddPayload,
-    PayloadRow,
-    RemoveNode,
-)
+from rewarm.cache.tiers.disk.index import Changes, FileRow, new_id
+from rewarm.cache.tiers.disk.store import Store
 from tests.sets import SOAK
 
 from .stores import (
-    ABOUT,
+    ONE,
+    TWO,
     add,
+    commit,
     content,
-    file_of,
-    flip,
     node_of,
     on_disk,
     opened,
+    space_of,
     used,
+    write,
 )
 
 # Limits and namespaces
@@ -40,20 +34,18 @@ from .stores import (
 
 def test_bytes_and_room_are_what_the_disk_says(folder: Path) -> None:
     with opened(folder, limit=10 << 20) as kept:
-        space = kept.namespace("one", ABOUT)
         made = []
         for n in range(30):
-            made.append(add(kept, space, n)[1])
+            made.append(add(kept, n)[1])
             assert kept.bytes() == used(folder)
-        waiting = kept.put_payload(content(31), None)
+        waiting = write(kept, 31)
         assert kept.bytes() == used(folder)
         # The log of the index may be moved into it at any time, and goes on beside it.
-        spare = kept.guard.index.may_grow
+        spare = kept.index.may_grow
         assert kept.free_bytes() == (10 << 20) - used(folder) - spare
-        flip(file_of(kept, made[0]), 9)
-        assert kept.read(made[0]) is None
+        kept.set_aside(made[0].id, "of a flip")
         assert kept.bytes() == used(folder)
-        kept.remove_payloads([waiting.id, *(p.id for p in made[1:10])])
+        commit(kept, gone_files={file.id: 0 for file in (waiting, *made[:10])})
         assert kept.bytes() == used(folder)
     with opened(folder, limit=10_000) as kept:
         kept.verify()
@@ -71,12 +63,8 @@ def test_room_leaves_a_reserve_on_the_disk(folder: Path) -> None:
 
 def test_the_quarantine_stays_small(folder: Path) -> None:
     with opened(folder, limit=1 << 20) as kept:
-        space = kept.namespace("one", ABOUT)
         for n in range(12):
-            payload = kept.put_payload(content(n, size=5000), None)
-            kept.commit(space, [AddPayload(payload)])
-            flip(file_of(kept, payload), 100)
-            assert kept.read(payload) is None
+            kept.set_aside(write(kept, n, size=5000).id, "of a flip")
         size = sum(p.stat().st_size for p in (folder / "quarantine").iterdir())
         assert 90_000 < size <= (1 << 20) // 8
         assert kept.bytes() == used(folder)
@@ -84,56 +72,49 @@ def test_the_quarantine_stays_small(folder: Path) -> None:
 
 def test_the_index_gives_its_room_back(folder: Path) -> None:
     with opened(folder) as kept:
-        space = kept.namespace("one", ABOUT)
-        ids = [kept.next_id() for _ in range(3000)]
-        kept.commit(space, [AddNode(replace(node_of(i, 1, None), key=bytes(2048))) for i in ids])
-        kept.checkpoint()
+        ids = [new_id() for _ in range(3000)]
+        commit(kept, *(node_of(i, 1, None)._replace(key=bytes(2048)) for i in ids))
+        kept.index.checkpoint()
         assert (folder / "index.sqlite-wal").stat().st_size == 0
         large = kept.bytes()
         assert large > 6_000_000
-        kept.commit(space, [RemoveNode(i) for i in ids])
-        kept.checkpoint()
+        commit(kept, gone_nodes=ids)
+        kept.index.checkpoint()
         assert kept.bytes() == used(folder) < large // 10
 
 
 def test_clear_takes_what_it_is_told_to(folder: Path) -> None:
     with opened(folder) as kept:
-        spaces = [kept.namespace(f"{i}", {"model": f"m{i % 2}", "salt": f"s{i}"}) for i in range(5)]
-        held = {s: sum(add(kept, s, s * 10 + n)[1].nbytes for n in range(3)) for s in spaces}
+        held = {}
+        for i in range(5):
+            held[i] = sum(add(kept, i * 10 + n, space=i)[1].nbytes for n in range(3))
+            about = {"model": f"m{i % 2}", "salt": f"s{i}"}
+            kept.commit(Changes([space_of(i, about)]))
         (folder / "quarantine" / "old").write_bytes(bytes(1000))
-        infos = {info.id: info for info in kept.namespaces()}
-        assert [infos[s].digest for s in spaces] == ["0", "1", "2", "3", "4"]
-        assert all((i.nodes, i.payloads, i.bytes) == (3, 3, held[i.id]) for i in infos.values())
-        assert infos[spaces[3]].about == {"model": "m1", "salt": "s3"}
-        assert abs(infos[spaces[0]].used - time.time()) < 60
+        infos = {info.id: info for info in kept.index.namespaces()}
+        assert [infos[i].digest for i in range(5)] == ["0", "1", "2", "3", "4"]
+        assert all((i.nodes, i.files, i.bytes) == (3, 3, held[i.id]) for i in infos.values())
+        assert infos[3].about == {"model": "m1", "salt": "s3"}
+        assert abs(infos[0].used - time.time()) < 60
 
-        kept.checkpoint()
-        assert kept.clear(where={"salt": "s1"}) >= held[spaces[1]]
-        assert kept.clear(where={"salt": "s1"}) == 0
-        assert kept.clear(where={"salt": "nobody"}) == 0
+        kept.index.checkpoint()
+        assert kept.clear(lambda info: info.about["salt"] == "s1") >= held[1]
+        assert kept.clear(lambda info: info.about["salt"] == "s1") == 0
         assert not list((folder / "quarantine").iterdir())
-        assert kept.clear(namespace=spaces[0]) >= held[spaces[0]]
-        assert [info.id for info in kept.namespaces()] == spaces[2:]
-        assert kept.clear(where={"model": "m0"}, namespace=spaces[3]) == 0
+        assert kept.clear(lambda info: info.id == 0) >= held[0]
+        assert [info.id for info in kept.index.namespaces()] == [2, 3, 4]
         assert len(on_disk(folder)) == 9
         kept.clear()
-        assert (kept.namespaces(), on_disk(folder)) == ([], [])
+        assert (kept.index.namespaces(), on_disk(folder)) == ([], [])
         assert kept.bytes() == used(folder)
-        # A namespace in use is there again with its next node.
-        id, _ = add(kept, spaces[2], 1)
-        assert [info.id for info in kept.namespaces()] == [spaces[2]]
-        assert [node.id for node in kept.nodes(spaces[2])[0]] == [id]
-        assert kept.namespace("2", {}) == spaces[2]
 
 
 def test_nothing_of_a_cleared_namespace_is_left_in_the_index(folder: Path) -> None:
     with opened(folder) as kept:
-        space = kept.namespace("one", ABOUT)
         secret = b"only this tenant's tokens"
-        ids = [kept.next_id() for _ in range(50)]
-        kept.commit(space, [AddNode(replace(node_of(i, 1, None), key=secret * 4)) for i in ids])
-        add(kept, kept.namespace("two", {"salt": "other"}), 1)
-        kept.clear(where=ABOUT)
+        commit(kept, *(node_of(new_id(), 1, None)._replace(key=secret * 4) for _ in range(50)))
+        add(kept, 1, space=TWO)
+        kept.clear(lambda info: info.id == ONE)
         for path in folder.rglob("*"):
             assert path.is_dir() or secret not in path.read_bytes(), path
 
@@ -141,18 +122,14 @@ def test_nothing_of_a_cleared_namespace_is_left_in_the_index(folder: Path) -> No
 def test_a_large_index_opens_in_a_few_queries(folder: Path) -> None:
     count = 100_000 if SOAK else 20_000
     with opened(folder, limit=1 << 40) as kept:
-        space = kept.namespace("one", ABOUT)
-        with kept.guard.using() as index, index.transaction():
-            above = None
-            for n in range(count):
-                id, file = kept.next_id(), kept.next_id()
-                name = struct.pack(">QQ", n * 0x9E3779B97F4A7C15 % (1 << 64), n).hex()
-                written = Written(name, 1000, xxhash.xxh3_128_digest(name.encode()))
-                index.add_payload(PayloadRow(file, space, written, (n, n)))
-                above = None if n % 20 == 0 else above
-                node = replace(node_of(id, n, file, above), key=bytes(256))
-                index.put_node(space, node, new=True)
-                above = id
+        nodes, made = [], []
+        above = None
+        for n in range(count):
+            made.append(FileRow(new_id(), ONE, 1000, n, n + 1))
+            above = None if n % 20 == 0 else above
+            nodes.append(node_of(new_id(), n, made[-1].id, above)._replace(key=bytes(256)))
+            above = nodes[-1].id
+        commit(kept, *nodes, files=made)
     statements: list[str] = []
     real = sqlite3.connect
 
@@ -163,14 +140,25 @@ def test_a_large_index_opens_in_a_few_queries(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sqlite3, "connect", traced)
-        patch.setattr(files, "shards", lambda _: pytest.fail("the files are not looked at"))
+        patch.setattr(files, "stored", lambda _: pytest.fail("the files are not looked at"))
         patch.setattr(files, "place", lambda *_: pytest.fail("nor is any one of them"))
         began = time.perf_counter()
         kept = opened(folder, limit=1 << 40)
         middle = time.perf_counter()
-        nodes, payloads = kept.nodes(space)
+        stored = kept.index.load(ONE)
         done = time.perf_counter()
     print(f"{count} nodes: open {middle - began:.2f} s, nodes {done - middle:.2f} s")
-    assert len(nodes) == len(payloads) == count
+    assert len(stored.nodes) == len(stored.files) == count
     assert len(statements) < 60
     kept.close()
+
+
+def test_what_is_planned_is_no_longer_free(kept: Store) -> None:
+    free, room = kept.free_bytes(), kept.room()
+    kept.plan(5000)
+    assert (free - kept.free_bytes(), kept.room()) == (5000, room)
+    size = kept.write(1, content(1), planned=5000)
+    assert free - kept.free_bytes() == size
+    kept.plan(-5000)  # what will be removed
+    commit(kept, gone_files={1: 5000})
+    assert kept.room() == kept.free_bytes()

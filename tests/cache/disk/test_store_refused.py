@@ -11,33 +11,29 @@ import sqlite3
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rewarm.cache.tiers.disk.records import (
-    AddNode,
-    RemoveNode,
-    RemovePayload,
-    StoredPayload,
-    StoreHeld,
-    StoreUnusable,
-)
+from rewarm.cache.tiers.disk.errors import StoreHeld, StoreUnusable
+from rewarm.cache.tiers.disk.index import FileRow, new_id
 from rewarm.cache.tiers.disk.store import Store
 
 from .stores import (
-    ABOUT,
     LIMIT,
+    ONE,
     add,
+    commit,
     content,
     node_of,
     on_disk,
     opened,
     processes,
+    read,
     same,
+    write,
 )
 
 # No room, no permission, no folder
@@ -73,32 +69,28 @@ def test_a_disk_that_fills_up_loses_nothing_and_goes_on(small_disk: Path) -> Non
     folder = small_disk / "cache"
     (small_disk / "somebody's").write_bytes(bytes(400_000))
     with opened(folder) as kept:
-        space = kept.namespace("one", ABOUT)
-        made: list[tuple[int, StoredPayload]] = []
-        assert until_refused(lambda: made.append(add(kept, space, len(made)))) == errno.ENOSPC
+        made: list[tuple[int, FileRow]] = []
+        assert until_refused(lambda: made.append(add(kept, len(made)))) == errno.ENOSPC
         assert len(made) > 20
         assert len(on_disk(folder)) in (len(made), len(made) + 1)
         assert kept.free_bytes() < 64 << 10
-        # Now not even the index can grow.
-        node = node_of(0, 89, None)
 
+        # Now not even the index can grow.
         def more() -> None:
-            kept.commit(space, [AddNode(replace(node, id=kept.next_id()))])
+            commit(kept, node_of(new_id(), 89, None))
 
         assert until_refused(more) == errno.ENOSPC
-        assert not kept.guard.broken
-        for n, (_, payload) in enumerate(made):
-            assert same(kept.read(payload), content(n))
+        assert not kept.index.broken
+        for n, (_, file) in enumerate(made):
+            assert same(read(kept, file), content(n))
         (small_disk / "somebody's").unlink()
         gone, made = made[:10], made[10:]
-        kept.commit(space, [RemovePayload(payload.id) for _, payload in gone])
-        kept.commit(space, [RemoveNode(id) for id, _ in gone])
-        n = 5000
-        _, payload = add(kept, space, n)
-        assert same(kept.read(payload), content(n))
+        ids, files = [id for id, _ in gone], {file.id: 0 for _, file in gone}
+        commit(kept, gone_nodes=ids, gone_files=files)
+        _, file = add(kept, 5000)
+        assert same(read(kept, file), content(5000))
     with opened(folder) as kept:
-        _, payloads = kept.nodes(space)
-        assert {p.id for _, p in made} | {payload.id} == set(payloads)
+        assert {f.id for _, f in made} | {file.id} == set(kept.index.load(ONE).files)
         assert kept.verify().damaged == 0
         assert kept.verify().clean
 
@@ -107,8 +99,7 @@ def test_a_disk_that_fills_up_loses_nothing_and_goes_on(small_disk: Path) -> Non
 def test_a_write_that_fails_leaves_nothing_behind(
     kept: Store, folder: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    space = kept.namespace("one", ABOUT)
-    _, payload = add(kept, space, 1)
+    _, file = add(kept, 1)
     before, size = on_disk(folder), kept.bytes()
     real = getattr(os, call)
 
@@ -120,11 +111,11 @@ def test_a_write_that_fails_leaves_nothing_behind(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
         with pytest.raises(OSError, match="space"):
-            kept.put_payload(content(2), None)
+            write(kept, 2)
     assert on_disk(folder) == before
     assert kept.bytes() == size
     assert kept.verify().clean
-    assert same(kept.read(payload), content(1))
+    assert same(read(kept, file), content(1))
 
 
 def test_a_read_only_file_system_says_so(tmp_path: Path) -> None:
@@ -188,7 +179,7 @@ def test_an_index_that_cannot_be_opened_now_is_not_set_aside(
             opened(folder)
     blocker.close()
     with opened(folder) as kept:
-        assert sum(info.nodes for info in kept.namespaces()) == 60
+        assert sum(info.nodes for info in kept.index.namespaces()) == 60
 
 
 # One process at a time

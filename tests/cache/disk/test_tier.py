@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.cache.inside import evict
 from tests.runs import CHUNK, Prompt, cold, divergence, joined, prompt, run
 from tests.sets import SOAK
 
-from .caches import ARCHITECTURES, cache_on
+from .caches import ARCHITECTURES, Failing, cache_on
 
 
 def turn(model: Any, cache: PrefixCache, history: Prompt, number: int, vocabulary: int) -> Prompt:
@@ -206,7 +207,7 @@ def test_what_cannot_be_read_now_is_kept(tmp_path: Path, monkeypatch: pytest.Mon
     cache.close()
     cache = cache_on(tmp_path, model)
     store = disk_of(cache).store
-    monkeypatch.setattr(store, "read", lambda *_: None)
+    monkeypatch.setattr(store, "read", Failing(store.read, times=1000))
     assert run(model, cache, asked[:50]).match.resume == 0
     monkeypatch.undo()
     assert cache.match(asked).resume == 99
@@ -242,5 +243,50 @@ def test_asking_leaves_no_trace_on_disk(tmp_path: Path) -> None:
     cache = cache_on(tmp_path, model)
     for number in range(5):
         cache.match(prompt(50), salt=f"tenant {number}")
-    assert disk_of(cache).store.namespaces() == []
+    assert disk_of(cache).store.index.namespaces() == []
+    cache.close()
+
+
+LIES = (
+    "UPDATE node SET key = (SELECT key FROM node n WHERE length(n.key) = length(node.key)"
+    " ORDER BY n.id DESC LIMIT 1)",
+    "UPDATE node SET key = zeroblob(length(key))",
+    "UPDATE node SET rows_file = (SELECT MAX(rows_file) FROM node)",
+    "UPDATE node SET state_file = (SELECT MIN(state_file) FROM node)",
+    "UPDATE node SET window_file = (SELECT MIN(rows_file) FROM node)",
+    "UPDATE node SET window_file = rows_file, rows_file = window_file",
+    "UPDATE node SET parent = NULL",
+    "UPDATE node SET kind = 'user', hint = 100.0, hits = 7, origin = 'decode'",
+    "UPDATE node SET namespace = (SELECT MAX(id) FROM namespace)",
+    "UPDATE file SET start = start + 1",
+    "UPDATE file SET start = 0, stop = 5",
+    "UPDATE file SET nbytes = 0",
+)
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])
+def test_whatever_the_index_says_no_answer_changes(name: str, lie: str, tmp_path: Path) -> None:
+    model, vocabulary = zoo.tiny(name), zoo.vocabulary(name)
+    first = prompt(120, 1, vocabulary)
+    prompts = [first, joined(first[:70], prompt(50, 2, vocabulary)), prompt(120, 3, vocabulary)]
+    longer = [joined(each, prompt(9, 4, vocabulary)) for each in prompts]
+    cache = cache_on(tmp_path, model)
+    for salt in (None, "tenant"):
+        for each in prompts:
+            run(model, cache, each, salt=salt)
+    cache.close()
+    with sqlite3.connect(tmp_path / "index.sqlite") as db:
+        db.execute(lie)
+    db.close()
+    cache = cache_on(tmp_path, model)
+    for salt in (None, "tenant"):
+        for asked in longer:
+            alone = cold(model, asked, like=cache)
+            assert divergence(run(model, cache, asked, salt=salt).logits, alone.logits) <= 1e-5
+    cache.verify()
+    cache.close()
+    cache = cache_on(tmp_path, model)  # what is not as it was has gone, and is kept again
+    assert all(cache.match(asked).resume == len(asked) - 1 for asked in longer)
+    cache.verify(tiers=True)
     cache.close()

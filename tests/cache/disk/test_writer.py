@@ -29,7 +29,7 @@ def test_what_memory_lets_go_of_is_not_held_for_the_disk(tmp_path: Path) -> None
     cache.close()
 
 
-@pytest.mark.parametrize("what", ["put_payload", "commit"])
+@pytest.mark.parametrize("what", ["write", "commit"])
 def test_what_the_disk_refused_is_written_another_time(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +79,7 @@ def test_a_flush_ends_though_others_go_on(tmp_path: Path) -> None:
     model, vocabulary = zoo.tiny("llama"), zoo.vocabulary("llama")
     cache = cache_on(tmp_path, model)
     run(model, cache, prompt(60, 0, vocabulary))
-    real, more = disk_of(cache).store.put_payload, iter(range(1, 40))
+    real, more = disk_of(cache).store.write, iter(range(1, 40))
 
     def asked_meanwhile(*args: Any) -> Any:
         written = real(*args)
@@ -89,7 +89,7 @@ def test_a_flush_ends_though_others_go_on(tmp_path: Path) -> None:
             cache.flush(wait=False)
         return written
 
-    disk_of(cache).store.put_payload = asked_meanwhile  # type: ignore[method-assign]
+    disk_of(cache).store.write = asked_meanwhile  # type: ignore[method-assign]
     cache.flush()
     assert next(more) < 10
     list(more)
@@ -105,17 +105,17 @@ def endless_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written_after(cache: PrefixCache, model: Any, count: int) -> int:
-    """How many jobs are over once the writer does nothing more by itself."""
+    """How many files there are once the writer does nothing more by itself."""
     for seed in range(count):
         run(model, cache, prompt(60, seed, zoo.vocabulary("llama")))
     cache.flush(wait=False)
     handed_over(cache)
     disk, until = disk_of(cache).writer, time.monotonic() + 60
-    while disk.waiting and not disk.rests:
+    while disk_of(cache).trees.has_work and not disk.rests:
         assert time.monotonic() < until, "the writer neither works nor rests"
         time.sleep(0.01)
     time.sleep(0.2)  # it may go on although it should not
-    return disk._ended
+    return len(list(disk_of(cache).store.folder.rglob("*.safetensors")))
 
 
 @pytest.mark.usefixtures("endless_rest")
@@ -132,14 +132,13 @@ def test_the_writer_stands_back_while_there_are_requests(tmp_path: Path) -> None
 def test_whoever_waits_for_the_writer_gets_all_of_it(call: str, tmp_path: Path) -> None:
     model = zoo.tiny("llama")
     cache = cache_on(tmp_path, model)
-    disk = disk_of(cache).writer
     with cache.acquire(prompt(10)):
         written_after(cache, model, 5)
         waiter = threading.Thread(target=getattr(cache, call), daemon=True)
         waiter.start()
         waiter.join(20)
         assert not waiter.is_alive()
-        assert disk.waiting == 0
+        assert disk_of(cache).trees.waiting_bytes == 0
     cache.close()
 
 
@@ -165,25 +164,22 @@ def test_the_writer_does_not_rest_for_nobody_nor_at_the_cost_of_what_comes(
 def test_what_is_being_written_is_not_counted_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a job is in the store already, and all of it in the writer's queue."""
+    """It is on disk already, and planned no longer."""
     model = zoo.tiny("qwen3_5")
     cache = cache_on(tmp_path, model, disk_size="3MB")
-    writer, put = disk_of(cache).writer, disk_of(cache).store.put_payload
+    store = disk_of(cache).store
+    write = store.write
     seen = []
 
-    def without_the_queue() -> int:
-        with writer._changed:  # others may add to it
-            return writer.free_bytes() + writer.waiting - writer.freeing
+    def watched(id: int, arrays: Any, planned: int) -> int:
+        before = store.free_bytes()
+        size = write(id, arrays, planned)
+        seen.append(store.free_bytes() - before + size - planned)
+        return size
 
-    def watched(*given: Any) -> Any:
-        before = without_the_queue()
-        stored = put(*given)
-        seen.append((before, without_the_queue()))
-        return stored
-
-    monkeypatch.setattr(disk_of(cache).store, "put_payload", watched)
+    monkeypatch.setattr(store, "write", watched)
     run(model, cache, prompt(300))
     assert cache.flush()
     assert seen
-    assert all(before == after for before, after in seen)
+    assert not any(seen)
     cache.close()

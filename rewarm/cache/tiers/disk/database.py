@@ -1,73 +1,99 @@
-"""The database that an index lies in: how it is made, opened and closed."""
+"""The database of a store's index: how it is made, opened, guarded and closed."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from operator import methodcaller
 from pathlib import Path
-from typing import Self
 
-from .files import Damaged, size_of, sync_folder
+from .errors import Damaged, StoreBroken, StoreError
+from .folder import INDEX, SUSPECT, Quarantine, size_of, sync_folder
 
-FORMAT = 2
-"""The version of files and index. A store of another one is set aside."""
+log = logging.getLogger("rewarm")
+
+FORMAT = 3
+"""The version of files and index. A store of another version is set aside."""
 APPLICATION = 0x5265776D
 PAGE = 8192
 """Keys are a few kilobytes long."""
 FEWEST_LOG_PAGES, MOST_LOG_PAGES = 8, 256
-"""How long the log grows before it is moved into the index."""
+"""The log is moved into the index when it has so many pages."""
 LOG_SHARE = 64
 """The log takes at most about this part of a store's limit."""
 
 BUSY, LOCKED, NOMEM, IOERR, FULL, CANTOPEN = 5, 6, 7, 10, 13, 14
 SHORT_READ = 522
 NOT_DAMAGE = {BUSY, LOCKED, NOMEM, IOERR, FULL, CANTOPEN}
-"""What SQLite says where the machine is at fault, not the database."""
+"""SQLite's result codes that blame the machine, not the database."""
 
 SCHEMA = (
-    "CREATE TABLE namespace (id INTEGER PRIMARY KEY, digest TEXT NOT NULL UNIQUE,"
-    " about TEXT NOT NULL, used REAL NOT NULL, seal BLOB NOT NULL)",
-    "CREATE TABLE payload (id INTEGER PRIMARY KEY, namespace INTEGER NOT NULL,"
-    " name TEXT NOT NULL UNIQUE, nbytes INTEGER NOT NULL, checksum BLOB NOT NULL,"
-    " seal BLOB NOT NULL, start INTEGER, stop INTEGER)",
+    "CREATE TABLE namespace (id INTEGER PRIMARY KEY, digest TEXT NOT NULL, about TEXT NOT NULL,"
+    " used REAL NOT NULL)",
+    "CREATE TABLE file (id INTEGER PRIMARY KEY, namespace INTEGER NOT NULL,"
+    " nbytes INTEGER NOT NULL, start INTEGER, stop INTEGER)",
     # The key comes last: it may be long, and most questions are about what is before it.
     "CREATE TABLE node (id INTEGER PRIMARY KEY, namespace INTEGER NOT NULL, parent INTEGER,"
-    " start INTEGER NOT NULL, origin TEXT NOT NULL, kind TEXT, hits INTEGER NOT NULL,"
-    ' used REAL NOT NULL, hint REAL NOT NULL, "rows" INTEGER, "window" INTEGER, state INTEGER,'
-    " seal BLOB NOT NULL, key BLOB NOT NULL)",
-    "CREATE INDEX payload_namespace ON payload (namespace)",
+    " origin TEXT NOT NULL, kind TEXT, hits INTEGER NOT NULL, used REAL NOT NULL,"
+    " hint REAL NOT NULL, rows_file INTEGER, window_file INTEGER, state_file INTEGER,"
+    " key BLOB NOT NULL)",
+    "CREATE INDEX file_namespace ON file (namespace)",
     "CREATE INDEX node_namespace ON node (namespace)",
 )
 
 
-def code_of(error: sqlite3.Error) -> int:
-    """Return SQLite's result code, or 1 where the error is not SQLite's own."""
-    code: int = getattr(error, "sqlite_errorcode", 1)
-    return code if code == SHORT_READ else code & 0xFF
+def parts(path: Path) -> list[Path]:
+    """The files of a database. A log without its database must not meet another one."""
+    return [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))]
 
 
 class Database:
-    """One connection. The caller holds the store's lock; what SQLite raises is for the store."""
+    """One SQLite file. One thread uses it at a time, and none once it turned out to be damaged."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, log_pages: int) -> None:
-        self.path = path
-        self.log_pages = log_pages
-        self._db = connection
-        self._files = [os.fspath(part) for part in self.parts(path)[:2]]
+    def __init__(self, folder: Path, quarantine: Quarantine, limit: int) -> None:
+        """`limit` is the number of bytes that the whole store may take.
 
-    @staticmethod
-    def parts(path: Path) -> list[Path]:
-        """The files of an index. A log without its database must not meet another one."""
-        return [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))]
+        A database that is damaged is set aside. Raises `OSError` or `sqlite3.Error` for one that
+        can perhaps be used another time."""
+        self.folder = folder
+        self.path = folder / INDEX
+        self.log_pages = min(max(limit // LOG_SHARE // PAGE, FEWEST_LOG_PAGES), MOST_LOG_PAGES)
+        self.broken = False
+        self.is_new = False
+        """True where there was no database that could be used."""
+        self._closed = False
+        self._lock = threading.RLock()
+        self._files = [os.fspath(part) for part in parts(self.path)[:2]]
+        self._db = self._open(quarantine)
 
-    @classmethod
-    def create(cls, path: Path) -> None:
-        """Complete under its name, or not there at all."""
-        temporary = path.with_name(path.name + ".new")
-        for part in cls.parts(temporary):
+    def _open(self, quarantine: Quarantine) -> sqlite3.Connection:
+        marker = self.folder / SUSPECT
+        if self.path.exists():
+            try:
+                if marker.exists():
+                    raise Damaged("it was found damaged while in use")
+                return self._connect()
+            except Damaged as damage:
+                done = quarantine.take(*parts(self.path))
+                log.warning(
+                    "the index %s cannot be used (%s): %s; it begins anew", self.path, damage, done
+                )
+        self.is_new = True
+        for leftover in parts(self.path)[1:]:
+            leftover.unlink(missing_ok=True)
+        self._create()
+        marker.unlink(missing_ok=True)
+        return self._connect()
+
+    def _create(self) -> None:
+        """Make a database that is complete under its name, or not there at all."""
+        temporary = self.path.with_name(self.path.name + ".new")
+        for part in parts(temporary):
             part.unlink(missing_ok=True)
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.fchmod(fd, 0o600)
@@ -84,22 +110,14 @@ class Database:
             db.execute("COMMIT")
         finally:
             db.close()
-        os.rename(temporary, path)
-        sync_folder(path.parent)
+        os.rename(temporary, self.path)
+        sync_folder(self.folder)
 
-    @classmethod
-    def open(cls, path: Path, limit: int) -> Self:
-        """For a store that may take `limit` bytes.
-
-        Raises `Damaged` for an index that cannot be used, and `OSError` or `sqlite3.Error` for one
-        that can perhaps be used another time."""
-        os.close(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
-        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
+    def _connect(self) -> sqlite3.Connection:
+        os.close(os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
+        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
         try:
-            wanted = limit // LOG_SHARE // PAGE
-            index = cls(path, db, min(max(wanted, FEWEST_LOG_PAGES), MOST_LOG_PAGES))
-            index._prepare(db)
-            index._survey()
+            self._prepare(db)
         except sqlite3.Error as error:
             db.close()
             if code_of(error) in NOT_DAMAGE:
@@ -108,12 +126,12 @@ class Database:
         except BaseException:
             db.close()
             raise
-        return index
+        return db
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        # A text that is no longer UTF-8 breaks its row's seal; it must not break the query.
+        # A text that is no longer UTF-8 is a wrong value; it must not break the query.
         db.text_factory = methodcaller("decode", "utf-8", "replace")
-        # The store's lock keeps others out, so the log needs no shared memory. Before any reading.
+        # The folder's lock keeps others out, so the log needs no shared memory. Before any reading.
         db.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()
         (version,) = db.execute("PRAGMA user_version").fetchone()
         (application,) = db.execute("PRAGMA application_id").fetchone()
@@ -134,49 +152,90 @@ class Database:
         found = {sql for (sql,) in db.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL")}
         if found != set(SCHEMA):
             raise Damaged("its tables are others")
-        if problem := _quick_check(db):
-            raise Damaged(problem)
-
-    def _survey(self) -> None:
-        """Learn what a start needs to know: what cannot tell is of no use."""
-
-    def check(self) -> str | None:
-        """Say what is wrong with the database as such, if anything is."""
-        return _quick_check(self._db)
+        (problem,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if problem != "ok":
+            raise Damaged(" ".join(str(problem).split()))
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                with suppress(sqlite3.Error):
-                    self._db.execute("ROLLBACK")
-            raise
+    def using(self) -> Iterator[sqlite3.Connection]:
+        """The connection, for this thread alone. An error of SQLite becomes a `StoreError`."""
+        with self._lock:
+            self.check_usable()
+            try:
+                yield self._db
+            except sqlite3.DatabaseError as error:
+                raise self._failed(error) from error
 
-    def close(self) -> None:
-        self._db.close()
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """The same inside one transaction."""
+        with self.using() as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+                db.execute("COMMIT")
+            except BaseException:
+                if db.in_transaction:
+                    with suppress(sqlite3.Error):
+                        db.execute("ROLLBACK")
+                raise
+
+    def check_usable(self) -> None:
+        """Raise a `StoreError` once the database is closed or damaged. Waits for nobody."""
+        if self.broken:
+            raise StoreBroken(f"the index of {self.folder} failed before: restart to go on")
+        if self._closed:
+            raise StoreError(f"the store {self.folder} is closed")
+
+    def _failed(self, error: sqlite3.DatabaseError) -> StoreError:
+        code = code_of(error)
+        if code == FULL:
+            full = StoreError(f"the disk of {self.folder} is full: the index stays as it was")
+            full.errno = errno.ENOSPC
+            return full
+        if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError):
+            return StoreError(f"the index of {self.folder} refused a change: {error}")
+        self.broken = True
+        if code not in NOT_DAMAGE:
+            with suppress(OSError):
+                (self.folder / SUSPECT).touch(mode=0o600)
+        text = f"the index of {self.folder} cannot be used any more ({error})"
+        log.error("%s: nothing is read from it or written until a restart", text)
+        return StoreBroken(f"{text}: restart to go on")
+
+    def close(self) -> bool:
+        """Close the database. False where that was done before."""
+        with self._lock:
+            if self._closed:
+                return False
+            with suppress(StoreError):
+                self.checkpoint()
+            self._closed = True
+            with suppress(sqlite3.Error):
+                self._db.close()
+            return True
 
     def checkpoint(self) -> None:
-        """Give free pages back, and empty the log."""
-        (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
-        (pages,) = self._db.execute("PRAGMA page_count").fetchone()
-        if free > max(self.log_pages // 2, pages // 4):
-            self._db.executescript("PRAGMA incremental_vacuum")  # `execute` would free one page
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        """Give free pages back, and move the log into the database."""
+        with self.using() as db:
+            (free,) = db.execute("PRAGMA freelist_count").fetchone()
+            (pages,) = db.execute("PRAGMA page_count").fetchone()
+            if free > max(self.log_pages // 2, pages // 4):
+                db.executescript("PRAGMA incremental_vacuum")  # `execute` would free one page
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
+    @property
     def nbytes(self) -> int:
         return sum(size_of(part) for part in self._files)
 
     @property
     def may_grow(self) -> int:
-        """Bytes that it may take beyond `nbytes` without anybody's asking: a log that is full is
-        moved into the index, and goes on beside it."""
+        """The bytes that it may take beyond `nbytes` at any time: a log that is full is moved into
+        the database, and goes on beside it."""
         return 2 * self.log_pages * PAGE
 
 
-def _quick_check(db: sqlite3.Connection) -> str | None:
-    (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
-    return None if found == "ok" else " ".join(str(found).split())
+def code_of(error: sqlite3.Error) -> int:
+    """Return SQLite's result code, or 1 where the error is not SQLite's own."""
+    code: int = getattr(error, "sqlite_errorcode", 1)
+    return code if code == SHORT_READ else code & 0xFF

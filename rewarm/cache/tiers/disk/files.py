@@ -1,7 +1,8 @@
-"""Payload files: safetensors, written whole or not at all, and read back checked.
+"""Payload files: safetensors, written whole or not at all.
 
-A file's name is random and says nothing. Its checksum is the index's to keep: a file that does not
-match it is damaged, whatever it looks like.
+A file's name is a random number and tells nothing. Its content carries a seal (`seal.py`), which is
+checked above the tier: reading a file only makes sure that it is a safetensors file of the right
+size.
 """
 
 from __future__ import annotations
@@ -12,22 +13,19 @@ import logging
 import math
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
-from rewarm.private import check_folder
+from ..base import Sealed
+from .errors import Damaged
+from .folder import make_folder, size_of, sync_folder
 
 log = logging.getLogger("rewarm")
-
-Arrays = dict[str, npt.NDArray[Any]]
 
 DTYPES = {
     "BOOL": np.dtype("?"),
@@ -47,55 +45,40 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 SUFFIX, TEMPORARY = ".safetensors", ".tmp"
-OURS = re.compile(r"[0-9a-f]{32}\.(safetensors|tmp)")
-SHARD = re.compile(r"[0-9a-f]{2}")
+OURS = re.compile(r"(?:[0-9a-f]{16}|[0-9a-f]{32})\.(safetensors|tmp)")
+"""Names of payload files, of this version and of earlier ones."""
 ALIGNED = 64
-"""Where the data begins, so that arrays are aligned for every dtype."""
-BLOCK = 1 << 20
-"""Bytes that are checked while they are still in the processor's cache."""
+"""The data begins at a multiple of this, so that arrays of every dtype are aligned."""
 HEAD = 8 << 10
-"""Most headers are shorter, and read at once."""
+"""Bytes that are read at once; most headers are shorter."""
+DAMAGE = (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ELOOP)
+"""Errors of reading that mean damage. After others, such as too many open files, a later try may
+work."""
 
 
-class Damaged(Exception):
-    """A file, or a row of the index, that is not what was written."""
-
-
-class Written(NamedTuple):
-    """A file that is complete and synced."""
+@dataclass(frozen=True)
+class StoredArray:
+    """An array of a file, as its header describes it."""
 
     name: str
-    nbytes: int
-    checksum: bytes
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte after the header."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def new_name() -> str:
-    return secrets.token_hex(16)
+def place(folder: Path, id: int) -> str:
+    name = f"{id:016x}"
+    return f"{folder}/{name[:2]}/{name}{SUFFIX}"
 
 
-def make_folder(path: Path) -> None:
-    """For nobody but us, whatever the umask; there after a crash, too."""
-    try:
-        path.mkdir(mode=0o700)
-        path.chmod(0o700)
-        sync_folder(path.parent)
-    except FileExistsError:
-        check_folder(path)
-
-
-def sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def encode(arrays: Arrays) -> list[memoryview]:
-    """The parts of a safetensors file, in order; no array is copied that is contiguous."""
-    header: dict[str, Any] = {"__metadata__": {"format": "rewarm"}}
-    places: dict[str, tuple[int, int]] = {}
-    plain: Arrays = {}
+def encode(arrays: Sealed) -> list[memoryview]:
+    """Return the parts of a safetensors file in order. No contiguous array is copied."""
+    plain: Sealed = {}
     for name, array in arrays.items():
         dtype = array.dtype.newbyteorder("<")
         if name == "__metadata__" or dtype not in NAMES:
@@ -105,16 +88,16 @@ def encode(arrays: Arrays) -> list[memoryview]:
         plain[name] = np.ascontiguousarray(array, dtype)
     # The widest first: every array begins at a multiple of its width, and there are no gaps.
     order = sorted(plain, key=lambda name: -plain[name].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "rewarm"}}
     at = 0
     for name in order:
-        places[name] = (at, at + plain[name].nbytes)
-        at += plain[name].nbytes
-    for name, array in arrays.items():
+        array = plain[name]
         header[name] = {
-            "dtype": NAMES[plain[name].dtype],
-            "shape": list(array.shape),
-            "data_offsets": list(places[name]),
+            "dtype": NAMES[array.dtype],
+            "shape": list(arrays[name].shape),
+            "data_offsets": [at, at + array.nbytes],
         }
+        at += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNED)
     parts = [memoryview(len(text).to_bytes(8, "little") + text)]
@@ -122,69 +105,48 @@ def encode(arrays: Arrays) -> list[memoryview]:
     return parts
 
 
-@dataclass(frozen=True)
-class Entry:
-    """An array of a file, as its header describes it."""
+def decode(header: bytes, size: int) -> list[StoredArray]:
+    """Return the arrays of a file in order, whose bytes are `size` in all.
 
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    start: int
-    """Its first byte, after the header."""
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def entries(header: bytes, size: int) -> list[Entry]:
-    """The arrays of a file, whose bytes are `size` in all. The header may be damaged: whatever it
-    says, every byte is one array's, and no more is asked for than there is."""
+    The header may be damaged. Every byte is one array's, and no more memory is asked for than the
+    file has bytes; otherwise this raises."""
     found = []
     for name, entry in json.loads(header).items():
         if name == "__metadata__":
             continue
-        shape = tuple(int(n) for n in entry["shape"])
         start, stop = entry["data_offsets"]
-        found.append(Entry(name, DTYPES[entry["dtype"]], shape, start))
+        shape = tuple(int(n) for n in entry["shape"])
+        found.append(StoredArray(name, DTYPES[entry["dtype"]], shape, start))
         if min((0, *shape)) < 0 or found[-1].nbytes != stop - start:
             raise ValueError(f"the array {name!r} has another size than its shape")
+    found.sort(key=lambda array: (array.start, array.nbytes))
     at = 0
-    for each in sorted(found, key=_place):
-        if each.start != at:
-            raise ValueError(f"the array {each.name!r} does not begin where the last one ends")
-        at += each.nbytes
+    for array in found:
+        if array.start != at:
+            raise ValueError(f"the array {array.name!r} does not begin where the last one ends")
+        at += array.nbytes
     if at != size:
         raise ValueError(f"its arrays take {at:,} of {size:,} bytes")
     return found
 
 
-def _place(entry: Entry) -> tuple[int, int]:
-    return entry.start, entry.nbytes
-
-
-def blank(found: Sequence[Entry]) -> Arrays:
-    return {entry.name: np.empty(entry.shape, entry.dtype) for entry in found}
-
-
-def write(folder: Path, name: str, parts: Sequence[memoryview]) -> Written:
-    """Complete and synced under its name, or not there at all."""
-    path = Path(place(folder, name))
+def write(folder: Path, id: int, arrays: Sealed) -> int:
+    """Write a file and return its size. It is complete and synced under its name, or not there."""
+    parts = encode(arrays)
+    path = Path(place(folder, id))
     temporary = path.with_suffix(TEMPORARY)
     make_folder(path.parent)
-    checksum, nbytes = xxhash.xxh3_128(), 0
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.fchmod(fd, 0o600)
-            # In large pieces: after each of them Python's lock is taken from who runs the model.
+            # In large pieces: after each of them Python's lock is taken from the model's thread.
             for part in parts:
-                checksum.update(part)
-                nbytes += len(part)
                 while part:
                     part = part[os.write(fd, part) :]
             # On macOS this leaves the drive's cache to the commit of the index, which flushes it.
             os.fsync(fd)
+            size = os.fstat(fd).st_size
         finally:
             os.close(fd)
         os.rename(temporary, path)
@@ -194,89 +156,70 @@ def write(folder: Path, name: str, parts: Sequence[memoryview]) -> Written:
             with suppress(OSError):
                 leftover.unlink()
         raise
-    return Written(name, nbytes, checksum.digest())
+    return size
+
+
+def blank(found: Sequence[StoredArray]) -> Sealed:
+    return {array.name: np.empty(array.shape, array.dtype) for array in found}
 
 
 def read(
-    folder: Path, written: Written, new: Callable[[Sequence[Entry]], Arrays] = blank
-) -> Arrays:
-    """The arrays of a file, read into what `new` makes for them, and checked."""
-    with _opened(folder, written) as fd:
-        head = os.pread(fd, HEAD, 0)
-        length = 8 + int.from_bytes(head[:8], "little")
-        if HEAD < length <= written.nbytes:
-            head = os.pread(fd, length, 0)
-        head = head[:length]
+    folder: Path, id: int, size: int, new: Callable[[Sequence[StoredArray]], Sealed] = blank
+) -> Sealed:
+    """Read a file of `size` bytes into the arrays that `new` makes.
+
+    Raises `Damaged`, and `OSError` where the file cannot be read now."""
+    try:
+        fd = os.open(place(folder, id), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            found = entries(head[8:], written.nbytes - length)
-            arrays = new(found)
-            order = [e for e in sorted(found, key=_place) if e.nbytes]
-            parts = [arrays[e.name].reshape(-1).view(np.uint8).data for e in order]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Damaged(f"its header cannot be read ({error})") from error
-        checksum, at = xxhash.xxh3_128(head), os.lseek(fd, length, os.SEEK_SET)
-        for part in parts:
-            while part:
-                n = os.readv(fd, [part])
-                if n == 0:
-                    raise Damaged(f"it ends after {at:,} of {written.nbytes:,} bytes")
-                checksum.update(part[:n])
-                part, at = part[n:], at + n
-    if checksum.digest() != written.checksum:
-        raise Damaged("its checksum is another")
+            return _read(fd, size, new)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno in DAMAGE:
+            raise Damaged(os.strerror(error.errno or 0)) from error
+        raise
+
+
+def _read(fd: int, size: int, new: Callable[[Sequence[StoredArray]], Sealed]) -> Sealed:
+    has = os.fstat(fd).st_size
+    if has != size:
+        raise Damaged(f"it has {has} bytes instead of {size}")
+    head = os.pread(fd, HEAD, 0)
+    length = 8 + int.from_bytes(head[:8], "little")
+    if HEAD < length <= size:
+        head = os.pread(fd, length, 0)
+    try:
+        found = decode(head[8:length], size - length)
+        arrays = new(found)
+        parts = [arrays[a.name].reshape(-1).view(np.uint8).data for a in found if a.nbytes]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"its header cannot be read ({error})") from error
+    os.lseek(fd, length, os.SEEK_SET)
+    for part in parts:
+        while part:
+            count = os.readv(fd, [part])
+            if not count:
+                raise Damaged("it ends too early")
+            part = part[count:]
     return arrays
 
 
-def check(folder: Path, written: Written) -> None:
-    """As `read`, but holds no more than a block of it in memory."""
-    with _opened(folder, written) as fd:
-        checksum, block = xxhash.xxh3_128(), np.empty(BLOCK, np.uint8).data
-        while n := os.readv(fd, [block]):
-            checksum.update(block[:n])
-    if checksum.digest() != written.checksum:
-        raise Damaged("its checksum is another")
-
-
-@contextmanager
-def _opened(folder: Path, written: Written) -> Iterator[int]:
-    fd = os.open(place(folder, written.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def remove(path: Path | str) -> int:
+    """Remove a file and return the bytes that this frees. What stays is swept after a restart."""
+    size = size_of(path)
     try:
-        size = os.fstat(fd).st_size
-        if size != written.nbytes:
-            raise Damaged(f"it has {size:,} bytes instead of {written.nbytes:,}")
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def place(folder: Path, name: str) -> str:
-    return f"{folder}/{name[:2]}/{name}{SUFFIX}"
-
-
-def remove(folder: Path, name: str) -> None:
-    """What cannot be removed now is an orphan, and removed after the next start."""
-    try:
-        os.unlink(place(folder, name))
+        os.unlink(path)
     except FileNotFoundError:
         pass
     except OSError as error:
         log.warning("the file of a payload that is gone stays for now: %s", error)
+        return 0
+    return size
 
 
-def shards(folder: Path) -> Iterator[list[Path]]:
-    """The files of each sub-folder, temporary ones too; nothing that is not ours."""
+def stored(folder: Path) -> Iterator[Path]:
+    """The payload files in a folder, temporary ones too, and nothing that is not ours."""
     for shard in (folder / f"{n:02x}" for n in range(256)):
         with suppress(FileNotFoundError, NotADirectoryError):
-            yield [shard / name for name in os.listdir(shard) if OURS.fullmatch(name)]
-
-
-def size_of(path: Path | str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
-
-
-def is_damage(error: OSError) -> bool:
-    """A bad block is damage; too many open files, or a folder that went away, is not."""
-    return error.errno in (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ELOOP)
+            yield from [shard / name for name in os.listdir(shard) if OURS.fullmatch(name)]

@@ -1,4 +1,4 @@
-"""The folder of a store: whose it is, who has it, what was set aside, why it cannot be used."""
+"""The folder of a store: its privacy, its lock, its quarantine, and why it cannot be used."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -15,15 +16,38 @@ from pathlib import Path
 from rewarm.errors import NotPrivate
 from rewarm.private import check_file, check_folder, private_folder
 
-from .files import SHARD, make_folder, size_of
-
 QUARANTINE_SHARE = 8
 """The quarantine keeps at most this part of the store's limit; the oldest goes first."""
-
+SHARD = re.compile(r"[0-9a-f]{2}")
 
 PAYLOADS, QUARANTINE, LOCK, INDEX = "payloads", "quarantine", "lock", "index.sqlite"
 SUSPECT = "suspect"
 """A file that tells the next start of damage that a quick check does not see."""
+
+
+def size_of(path: Path | str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that nobody else can look into, whatever the umask, and that a crash keeps."""
+    try:
+        path.mkdir(mode=0o700)
+        path.chmod(0o700)
+        sync_folder(path.parent)
+    except FileExistsError:
+        check_folder(path)
 
 
 def prepare(folder: Path) -> Path:

@@ -5,35 +5,29 @@ from __future__ import annotations
 import logging
 
 from ...layout import Layout
-from ...retention import Evictor, Retention
-from ...tree import Node
-from ...worth import Appraiser
-from .records import NamespaceInfo
+from ...retention import Evictor
+from ...worth import Appraiser, Retention
 from .store import Store
 from .trees import SECOND, UNLIMITED, DiskTrees, clock
-from .writer import Job, Writer
 
 log = logging.getLogger("rewarm")
 
 MARGIN = 16 << 10
 """Bytes that what waits may take beyond its estimate."""
 FRESH = 60 * SECOND
-"""What was written or read so lately stays while there is anything older: writing it was for
-nothing otherwise, and who flushed it counts on it."""
+"""What was written or read within this time stays while there is anything older: otherwise it was
+written for nothing, and a `flush` that returned would promise little."""
 AT_ONCE = 64
-"""Nodes that are appraised while there is room."""
+"""Nodes that are appraised at a time while there is room."""
 
 
 class DiskSpace:
-    """What other models have here goes first, then what the policy of memory says."""
+    """Makes room: what other models have goes first, then what the policy of memory says."""
 
-    def __init__(
-        self, store: Store, writer: Writer, trees: DiskTrees, layout: Layout, policy: Retention
-    ) -> None:
+    def __init__(self, store: Store, trees: DiskTrees, layout: Layout, policy: Retention) -> None:
         self._store = store
-        self._writer = writer
         self._trees = trees
-        self._evictor = Evictor(
+        self.evictor = Evictor(
             policy,
             trees.ledger,
             clock,
@@ -43,59 +37,34 @@ class DiskSpace:
             unit=SECOND,
             fresh=FRESH,
         )
-        self._strangers = self._find_strangers()
-        """The longest unused last. Nobody but us writes here, so there will be no others."""
         self._read_all = False
 
-    @property
-    def evictions(self) -> int:
-        return self._evictor.evictions
-
-    def forget(self) -> None:
-        """The trees are gone."""
-        self._evictor.forget()
-
-    def make(self, nbytes: int, holding: list[Node]) -> bool:
-        """Make space for so many bytes by the time that they are written."""
-        while self._strangers and self._lacking(nbytes) > 0:
-            stranger = self._strangers.pop()
-            if self._trees.is_ours(stranger):
-                continue  # the model became this one meanwhile
-            name = stranger.about.get("name", stranger.digest)
-            log.info("the disk tier is full: what %s has in it goes", name)
-            self._writer.put(Job(clears=stranger))
+    def make(self, nbytes: int) -> bool:
+        """Make space for so many bytes by the time that they are written. No pinned node goes."""
+        if self._lacking(nbytes) > 0:
+            strangers = self._trees.strangers()
+            while strangers and self._lacking(nbytes) > 0:
+                stranger = strangers.pop()
+                name = stranger.about.get("name", stranger.digest)
+                log.info("the disk tier is full: what %s has in it goes", name)
+                self._trees.clear(stranger)
         if self._lacking(nbytes) <= 0:
             # Of what came since, a little each time: all of it on a full disk would take seconds.
-            self._evictor.take_in(AT_ONCE)
+            self.evictor.take_in(AT_ONCE)
             return True
         if not self._read_all:
             self._trees.read_all()
             self._read_all = True
-        ledger = self._trees.ledger
-        for node in holding:
-            node.pins += 1
-        try:
-            # What goes may free less than it seems: two nodes may share a file.
-            while (lacking := self._lacking(nbytes)) > 0:
-                before = self._evictor.evictions
-                self._evictor.trim(ledger.held.total - lacking)
-                if self._evictor.evictions == before:
-                    break
-        finally:
-            for node in holding:
-                node.pins -= 1
-        return self._lacking(nbytes) <= 0
+        # What goes may free less than it seems: two nodes may share a file.
+        while (lacking := self._lacking(nbytes)) > 0:
+            before = self.evictor.evictions
+            self.evictor.trim(self._trees.ledger.held.total - lacking)
+            if self.evictor.evictions == before:
+                return False
+        return True
 
     def _lacking(self, nbytes: int) -> int:
         try:
-            return nbytes + MARGIN - self._writer.free_bytes()
+            return nbytes + MARGIN - self._store.free_bytes()
         except OSError:  # the folder is gone, or the store is broken: there is no room at all
             return UNLIMITED
-
-    def _find_strangers(self) -> list[NamespaceInfo]:
-        try:
-            known = self._store.namespaces()
-        except OSError:
-            return []
-        others = [n for n in known if n.bytes and not self._trees.is_ours(n)]
-        return sorted(others, key=lambda n: -n.used)

@@ -1,16 +1,18 @@
-"""The disk tier: what memory holds, or once held, on disk.
+"""The disk tier: what memory holds, or once held, in a folder that outlives the process.
 
-It has trees of its own, of the same nodes as memory's, whose payloads are files. A path is on disk
-from its first token on, so whatever is found there can be restored from there alone. All changes of
-the index and all writing are jobs for one thread, in order; a payload that is still to be written
-is read from where it waits."""
+It has trees of the same nodes as memory's, whose payloads are parts of files. A path is on disk
+from its first token on, so what is found there can be restored from there alone. One thread writes;
+a payload that still waits for it is read from where it waits.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from rewarm.errors import BrokenInvariant
@@ -18,25 +20,41 @@ from rewarm.values import Namespace, Tokens
 
 from ...find import Query, find, parting
 from ...layout import Layout
-from ...payload import Rows, chained
+from ...payload import Rows
 from ...pins import Pin
-from ...retention import Retention
-from ...tree import Node
-from ..base import Browsed, FetchCancelled, Found, Offer, Span, Take, Tier, TierStats, resolved
-from ..seal import Sealer
-from .foreign import ForeignNamespaces
-from .source import OnDisk, Source
+from ...tree import Node, agreement, encode
+from ...worth import Retention
+from ..base import (
+    Browsed,
+    FetchCancelled,
+    Found,
+    Offer,
+    Receipt,
+    Sealed,
+    Take,
+    Tier,
+    TierStats,
+    resolved,
+)
+from ..codec import Received
+from ..seal import Payload, Sealer, payloads
+from .errors import Damaged, StoreBroken
+from .files import StoredArray
 from .space import DiskSpace
 from .store import Store
-from .trees import SECOND, DiskTree, DiskTrees
+from .trees import SECOND, DiskTree, DiskTrees, File, FilePart, nbytes_of, salt_digest
 from .writer import Writer
+
+log = logging.getLogger("rewarm")
 
 READERS = 4
 GROUP = 4 << 20
 """Bytes up to which nodes that are written together share a file: opening one takes as long as
 reading a few hundred kilobytes."""
 GROUP_SHARE = 64
-"""A file never takes more than this part of the limit for being shared: it goes as a whole."""
+"""A shared file takes at most this part of the limit: it goes as a whole."""
+MOST_BEGINNINGS = 1024
+"""Beginnings of paths that are remembered of each namespace of another model."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +68,7 @@ class Handle:
 
 
 class DiskTier(Tier):
-    """A folder that outlives the process. Its trees belong to whoever has its lock."""
+    """The trees in one folder. Nobody else has its lock meanwhile."""
 
     name = "disk"
 
@@ -69,34 +87,39 @@ class DiskTier(Tier):
         whether there are requests, which writing would slow down."""
         self.store = store
         self.layout = layout
-        self.writer = Writer(store, in_use)
-        self.loads = 0
-        self.trees = DiskTrees(store, self.writer, layout, namespace, model=model, grid=grid)
-        self._foreign = ForeignNamespaces(store, self.trees.is_ours)
-        self._space = DiskSpace(store, self.writer, self.trees, layout, policy)
+        self.trees = DiskTrees(store, layout, namespace, model=model, grid=grid)
+        self._reads = 0
+        self._changed = threading.Condition()
+        """The lock of the trees and of what is to be written. No file is touched under it."""
+        self._space = DiskSpace(store, self.trees, layout, policy)
         self._readers = ThreadPoolExecutor(READERS, "rewarm-disk-read")
         self._group = min(GROUP, store.limit // GROUP_SHARE)
-        self._lock = threading.RLock()
-        self._returned: list[Offer] = []
-        """Offers that could not be written, to be made another time."""
+        self._beginnings: dict[str, list[bytes]] | None = None
+        self.writer = Writer(store, self.trees, self._changed, in_use)
+
+    @contextmanager
+    def _entered(self) -> Iterator[DiskTrees]:
+        """The trees, for this thread alone. What changes in them is written from then on."""
+        with self._changed:
+            yield self.trees
+            if self.trees.has_work:
+                self.trees.changed += 1
+                self._changed.notify_all()
 
     # Reading
 
     def find(self, query: Query) -> Future[Found | None]:
-        with self._lock:
-            return resolved(self._found(query))
+        with self._entered() as trees:
+            own = trees.known(query.namespace)
+            return resolved(self._found(own, query) if own is not None else None)
 
-    def _found(self, query: Query) -> Found | None:
-        self._undo_failed()
-        own = self.trees.known(query.namespace)
-        if own is None:
-            return None
+    def _found(self, own: DiskTree, query: Query) -> Found:
         point = find(own.tree, query)
         checkpoint = point.node.checkpoint if point.node.end == point.at else None
         handle = Handle(own, point.node, point.at, query.known)
         return Found(
             point.at,
-            sum(source.nbytes for source in self._wanted(handle)),
+            sum(file.nbytes for file in self._wanted(handle)),
             handle,
             checkpoint.kind if checkpoint is not None else None,
             checkpoint.hint if checkpoint is not None else 1.0,
@@ -106,11 +129,11 @@ class DiskTier(Tier):
             parting(own.tree, query),
         )
 
-    def _wanted(self, handle: Handle) -> dict[Source, Node]:
-        """The payloads to load, each with the first node that is in it."""
+    def _wanted(self, handle: Handle) -> list[File]:
+        """The files to read, in the order of the path."""
         end = handle.node
         first = self.layout.reach(handle.at)
-        found: dict[Source, Node] = {}
+        found: dict[File, None] = {}
         for node in list(end.path())[::-1]:
             windowed = node.end > first or node.start < self.layout.kept
             checkpoint = node.checkpoint if node is end and node.end == handle.at else None
@@ -119,188 +142,154 @@ class DiskTier(Tier):
                 node.window if windowed else None,
                 checkpoint.state if checkpoint is not None else None,
             ):
-                if isinstance(part, OnDisk):
-                    found.setdefault(part.source, node)
-        return found
+                if isinstance(part, FilePart):
+                    found[part.file] = None
+        return list(found)
 
     def fetch(self, found: Found, take: Take) -> Future[None]:
         handle: Handle = found.handle
         done: Future[None] = Future()
-        with self._lock:
+        with self._changed:
             wanted = self._wanted(handle)
             # What is put into memory may push other things out of it, down to here.
             pin = Pin(handle.own.tree, handle.node)
             pin.take()
-        lost: list[Node] = []
+        lost: list[File] = []
         left = len(wanted)
 
-        def read(source: Source, node: Node) -> None:
+        def read(file: File) -> None:
             nonlocal left
             try:
-                arrays = source.load(self.store)
-                if arrays is None or not take(arrays):
-                    lost.append(node)
-            except FetchCancelled:
-                pass
+                if not self._read(file, take):
+                    lost.append(file)
             finally:
-                with self._lock:
+                with self._changed:
                     left -= 1
-                    if not left:
-                        self._fetched(handle, pin, lost)
-                        done.set_result(None)
+                    is_last = not left
+                if is_last:
+                    self._fetched(handle, pin, lost)
+                    done.set_result(None)
 
-        for source, node in wanted.items():
-            self._readers.submit(read, source, node)
+        for file in wanted:
+            self._readers.submit(read, file)
         if not wanted:
-            with self._lock:
-                self._fetched(handle, pin, lost)
+            self._fetched(handle, pin, lost)
             done.set_result(None)
         return done
 
-    def _fetched(self, handle: Handle, pin: Pin, lost: Sequence[Node]) -> None:
-        pin.drop()
-        if not lost:
-            path = list(handle.node.path())
-            self.loads += sum(node.end > handle.known for node in path)
-            for node in path:
-                self.trees.use(node, is_end=node is handle.node)
-        for node in lost:
-            if self._is_gone(node):
-                self.trees.drop(handle.own, node)
+    def _read(self, file: File, take: Take) -> bool:
+        """Give a payload from where it waits, or from its file. False where it is damaged."""
+        try:
+            arrays = file.arrays  # before `size`: the writer sets them the other way round
+            if arrays is None and file.size is not None:
+                arrays = self.store.read(file.id, file.size, _received)
+            if arrays is None or take(arrays):
+                return True
+            why = "it is not what was written"
+        except FetchCancelled:
+            return True
+        except Damaged as damage:
+            why = str(damage)
+        except StoreBroken:
+            return True
+        except OSError as error:
+            log.warning("a payload of %s cannot be read now: %s", self.store.folder, error)
+            return True
+        if file.nodes and file.size is not None:
+            self.store.set_aside(file.id, why)
+        return False
 
-    def _is_gone(self, node: Node) -> bool:
-        """True where a part of a node was damaged; one that only cannot be read now is kept."""
-        state = node.checkpoint.state if node.checkpoint is not None else None
-        sources = [p.source for p in (node.rows, node.window, state) if isinstance(p, OnDisk)]
-        return any(s.stored is not None and not self.store.knows(s.stored) for s in sources)
+    def _fetched(self, handle: Handle, pin: Pin, lost: Sequence[File]) -> None:
+        with self._entered() as trees:
+            pin.drop()
+            for file in lost:
+                trees.lose(file)
+            if not lost and handle.node in handle.own.ids:
+                self._reads += sum(node.end > handle.known for node in handle.node.path())
+                trees.use(handle.own, handle.node)
 
     def foreign(self, prompt: Tokens, salt: str | None) -> int:
-        return self._foreign.shared(prompt, salt)
+        """Compare a prompt with the spans that the paths of others begin with."""
+        if self._beginnings is None:
+            # They never change while this process has the folder.
+            self._beginnings = {}
+            for info in self.trees.strangers():
+                keys = self.store.index.first_keys(info.id, MOST_BEGINNINGS)
+                self._beginnings.setdefault(str(info.about.get("salt", "")), []).extend(keys)
+        data = encode(prompt)
+        keys = self._beginnings.get(salt_digest(salt), [])
+        return max((agreement(key, data) for key in keys), default=0)
 
     # Writing
 
-    def offer(self, offers: Sequence[Offer]) -> list[Offer]:
-        with self._lock:
-            self._undo_failed()
-            refused = [offer for offer in offers if not self._keep(offer)]
-            self.trees.write_uses()
-            refused, self._returned = [*self._returned, *refused], []
+    def offer(self, offers: Sequence[Offer]) -> list[Receipt]:
+        with self._entered() as trees:
+            refused = [offer.receipt for offer in offers if not self._keep(offer)]
+            refused, trees.returned = [*trees.returned, *refused], []
             return refused
 
     def _keep(self, offer: Offer) -> bool:
         """Have a path written, as far as it is not yet. False where there is no room for it."""
-        own = self.trees.of(offer.namespace)
-        receipt = replace(offer, path=())  # what waits to be written must not hold all of it
-        end = offer.path[-1]
-        at = own.tree.walk(offer.data, offer.cuts)
-        upper, shared = at.node, at.shared
-        if offer.exact:
-            shared = upper.end
-        elif shared < upper.end and (shared < end.end or end.kind is not None):
-            upper = self.trees.split(own, upper, shared)
+        own, end, known = self.trees.grow(offer)
+        by_end = {node.end: node for node in end.path()}
         seal = Sealer(offer)
-        for group in self._groups([span for span in offer.path if span.end > shared]):
-            added = self._add(own, upper, group, receipt, seal)
-            if added is None:
-                return False
-            upper = added
-        if self.layout.has_window:
-            self._keep_windows(own, upper, offer.path, receipt, seal)
-        return end.kind is None or self._keep_checkpoint(own, upper, end, receipt, seal)
-
-    def _groups(self, spans: list[Span]) -> Iterator[list[Span]]:
-        """Spans that continue one another, divided into what goes into one file."""
-        group: list[Span] = []
-        size = 0
-        for span in spans:
-            nbytes = span.rows.nbytes if span.rows is not None else 0
-            if group and (size + nbytes > self._group or not _alike(group[0].rows, span.rows)):
-                yield group
-                group, size = [], 0
-            group.append(span)
-            size += nbytes
-        if group:
-            yield group
-
-    def _add(
-        self, own: DiskTree, parent: Node, spans: list[Span], receipt: Offer, seal: Sealer
-    ) -> Node | None:
-        """Nodes for the tokens of some spans from the end of `parent` on."""
-        rows = None
-        parts = []
-        if self.layout.has_rows:
-            rows = chained([span.rows for span in spans if span.rows is not None])
-            rows = rows.part(parent.end, spans[-1].end) if rows is not None else None
-            if rows is None or (rows.start, rows.stop) != (parent.end, spans[-1].end):
-                return None
-            parts.append(Source((rows.start, rows.stop), arrays=seal.rows("rows", rows, spans)))
-        for span in spans:
-            window = span.window.part(parent.end, span.end) if span.window is not None else None
-            if window is not None:
-                parts.append(self._window(window, span, seal))
-        if self.writer.full or not self._space.make(sum(s.nbytes for s in parts), [parent]):
-            return None
-        return self.trees.grow(own, parent, spans, parts, receipt)
-
-    def _window(self, window: Rows, span: Span, seal: Sealer) -> Source:
-        arrays = seal.rows("window", window, [span])
-        return Source((window.start, window.stop), arrays=arrays)
-
-    def _keep_windows(
-        self, own: DiskTree, lower: Node, path: Sequence[Span], receipt: Offer, seal: Sealer
-    ) -> None:
-        """Windows that came to memory after their rows."""
-        in_memory = {(span.start, span.end): span for span in path}
-        for node in lower.path():
-            span = in_memory.get((node.start, node.end))
-            has = node.window.start if node.window is not None else node.end
-            if span is None or span.window is None or span.window.start >= has:
-                continue
-            source = self._window(span.window, span, seal)
-            if self.writer.full or not self._space.make(source.nbytes, [lower]):
-                return
-            self.trees.put_window(own, node, source, span.window, receipt)
-
-    def _keep_checkpoint(
-        self, own: DiskTree, lower: Node, span: Span, receipt: Offer, seal: Sealer
-    ) -> bool:
-        assert span.kind is not None
-        at = lower if lower.end == span.end else self.trees.split(own, lower, span.end)
-        if at.checkpoint is not None:
-            self.trees.raise_kind(at, at.checkpoint, span.kind)
+        pin = Pin(own.tree, end)
+        pin.take()
+        try:
+            for payload in payloads(offer, known, self._group):
+                nodes = [by_end[span.end] for span in payload.spans if span.end in by_end]
+                if nodes and not self._keep_payload(own, nodes, payload, seal):
+                    return False
+            if offer.path[-1].kind is not None:
+                self.trees.put_checkpoint(own, end, offer.path[-1])
             return True
-        source = None
-        if span.state is not None:
-            source = Source(None, arrays=seal.state(span.state, span))
-            if self.writer.full or not self._space.make(source.nbytes, [at]):
-                return False
-        self.trees.put_checkpoint(own, at, span, source, receipt)
+        finally:
+            pin.drop()
+            self._prune(own, by_end)
+
+    def _keep_payload(
+        self, own: DiskTree, nodes: list[Node], payload: Payload, seal: Sealer
+    ) -> bool:
+        first, last = nodes[0], nodes[-1]
+        if payload.what == "state" and last.checkpoint is not None:
+            return True
+        if payload.what == "window" and isinstance(payload.value, Rows):
+            has = last.window.start if last.window is not None else last.end
+            part = payload.value.part(first.start, last.end)
+            if part is None or part.start >= has:
+                return True
+            payload = replace(payload, value=part)
+        if self.writer.is_full:
+            return False
+        arrays = seal.sealed(payload)
+        if not self._space.make(nbytes_of(arrays)):
+            return False
+        if payload.what == "state":
+            self.trees.put_checkpoint(own, last, payload.spans[-1])
+        self.trees.put(own, nodes, payload.what, arrays, payload.tokens, seal.receipt)
         return True
 
-    def _undo_failed(self) -> None:
-        """Take what could not be written out of the trees."""
-        for undo in self.writer.take_failed():
-            self.trees.undo(undo)
-            self._returned.append(undo.offer)
+    def _prune(self, own: DiskTree, by_end: dict[int, Node]) -> None:
+        """Remove the nodes for whose rows there was no room."""
+        if self.layout.has_rows:
+            bare = [node for _, node in sorted(by_end.items()) if node.rows is None]
+            if bare:
+                self.trees.drop(own, bare[0])
 
     def flush(self, deadline: float | None) -> bool:
         timeout = deadline - time.monotonic() if deadline is not None else None
-        failures = self.writer.failures
-        done = self.writer.wait(timeout)
-        return done and not self.writer.paused and self.writer.failures == failures
+        return self.writer.wait(timeout) and not self.writer.paused
 
     def forget(self, weights: Collection[str]) -> None:
-        with self._lock:
-            self.writer.clear()
-            self.writer.wait()
-            self._undo_failed()
-            self._returned.clear()
-            self.trees.forget()
-            self._space.forget()
-            for each in {*weights, *self.trees.weights}:
-                self.store.clear(where={"weights": each})
+        with self._entered() as trees:
+            ours = {*weights, *trees.weights}
+            trees.forget()
+            self._space.evictor.forget()
+        self.writer.wait()
+        self.store.clear(lambda info: info.about.get("weights") in ours)
 
     def verify(self) -> None:
+        self.writer.wait()
         found = self.store.verify(repair=False)
         if not found.clean:
             raise BrokenInvariant(f"the disk tier is not as it was written: {found}")
@@ -316,10 +305,10 @@ class DiskTier(Tier):
         return TierStats(
             budget=self.store.limit,
             kinds={"files": self._nbytes()},
-            evictions={"any": self._space.evictions},
-            reads=self.loads,
+            evictions={"any": self._space.evictor.evictions},
+            reads=self._reads,
             written=self.writer.written,
-            unwritten=self.writer.waiting,
+            unwritten=self.trees.waiting_bytes,
             paused=self.writer.paused,
         )
 
@@ -332,9 +321,10 @@ class DiskTier(Tier):
 
     def browse(self) -> Browsed:
         held = self.trees.ledger.held
-        with self._lock:
-            return Browsed(self.trees.by_namespace(), self._lock, (held.nodes, held.total), SECOND)
+        with self._changed:
+            version = (held.nodes, held.total)
+            return Browsed(self.trees.by_namespace(), self._changed, version, SECOND)
 
 
-def _alike(a: Rows | None, b: Rows | None) -> bool:
-    return a is not None and b is not None and a.packing == b.packing
+def _received(arrays: Sequence[StoredArray]) -> Sealed:
+    return Received((array.name, array.shape, array.dtype) for array in arrays)

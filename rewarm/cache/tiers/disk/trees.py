@@ -1,76 +1,143 @@
-"""The trees on disk, as they will be once all that waits is written.
+"""The trees on disk: what a node has there is written once, in its node.
 
-Every change is one of a tree and a job for the writer, in the same order."""
+The trees are as the disk will be once everything that waits is written. The index follows them:
+`take_changes` gives the rows of the nodes that have changed, as far as their files are complete.
+"""
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import json
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 from rewarm.values import Kind, Namespace, Origin
 
 from ...layout import Layout
 from ...ledger import Held, Ledger
-from ...payload import Rows
 from ...placement import WEIGHTS
 from ...tree import WIDTH, Checkpoint, ChunkTree, Node, Tree, tree_of
 from ...worth import Item
-from ..base import Offer, Span
-from ..seal import FORMAT, digest_of
-from .index import no_collection
-from .records import NamespaceInfo, StoredNode
-from .source import OnDisk, Source
+from ..base import Offer, Receipt, Sealed, Span
+from ..seal import FORMAT, What, digest_of
+from .index import Changes, FileRow, NamespaceInfo, NamespaceRow, NodeRow, new_id
 from .store import Store
-from .writer import Job, Row, Undo, Writer
 
 UNLIMITED = 1 << 60
 SECOND = 1000
-"""Of the clock here: many things are written in a second, and which of them came last matters."""
+"""Ticks of the clock in a second. Many things are written in one, and their order matters."""
+HEADER, HEADER_PER_ARRAY = 1024, 128
+"""About the bytes that a file takes beside its arrays."""
 
 
 def clock() -> int:
     return int(time.time() * SECOND)
 
 
+@dataclass(eq=False, slots=True)
+class File:
+    """One payload file. It has `arrays` until it is written, and a `size` from then on."""
+
+    id: int
+    namespace: int
+    span: tuple[int, int] | None
+    """The tokens whose rows it holds. A checkpoint's file has none."""
+    nbytes: int
+    """The bytes that are counted for it. They never change: the size may be a little different."""
+    size: int | None = None
+    arrays: Sealed | None = None
+    receipt: Receipt | None = None
+    """The offer to be made again where the file cannot be written."""
+    number: int = 0
+    """Its place in the order of changes."""
+    nodes: set[Node] = field(default_factory=set)
+    """The nodes that have a part of it."""
+
+
+class FilePart:
+    """The part of a file that is one node's rows, window or state."""
+
+    __slots__ = ("file", "nbytes", "start", "stop")
+    buffers = 0
+
+    def __init__(self, file: File, start: int, stop: int) -> None:
+        first, last = file.span or (start, stop)
+        self.file = file
+        self.start, self.stop = max(start, first), min(stop, last)
+        self.nbytes = file.nbytes
+        if self.stop - self.start < last - first:
+            self.nbytes = file.nbytes * (self.stop - self.start) // (last - first)
+
+    def split(self, at: int) -> tuple[FilePart | None, FilePart | None]:
+        """Return two parts of the same file."""
+        upper = FilePart(self.file, self.start, at) if self.start < at else None
+        lower = FilePart(self.file, at, self.stop) if self.stop > at else None
+        return upper, lower
+
+
 @dataclass(eq=False)
 class DiskTree:
-    """A namespace's tree, and the number each of its nodes has in the index."""
+    """A namespace's tree, with the number of each of its nodes in the index."""
 
     tree: Tree
-    namespace: int
+    id: int
+    digest: str
+    about: dict[str, Any]
     ids: dict[Node, int] = field(default_factory=dict)
 
 
+@dataclass
+class Unwritten:
+    """The changes that the index does not have yet, beside those that wait for a file."""
+
+    nodes: dict[Node, DiskTree] = field(default_factory=dict)
+    gone: list[int] = field(default_factory=list)
+    freed: dict[int, int] = field(default_factory=dict)
+    cleared: dict[int, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.nodes or self.gone or self.freed or self.cleared)
+
+
 class DiskTrees:
+    """All trees of this model on disk. Every method is called under the tier's lock."""
+
     def __init__(
-        self,
-        store: Store,
-        writer: Writer,
-        layout: Layout,
-        namespace: Namespace,
-        *,
-        model: str,
-        grid: str,
+        self, store: Store, layout: Layout, namespace: Namespace, *, model: str, grid: str
     ) -> None:
         self.store = store
         self.layout = layout
-        self._bases = {namespace.salted(None)}
-        """Every namespace that this process has used, but for the salt."""
-        self._for_people = {"name": model, "grid": grid}
         self.ledger = Ledger(UNLIMITED, UNLIMITED)
-        self._writer = writer
+        self.waiting: deque[File] = deque()
+        """Files to be written, in the order of the offers. Those that no node has are skipped."""
+        self.waiting_bytes = 0
+        self.returned: list[Receipt] = []
+        """Offers that could not be kept after all."""
+        self.changed = 0
+        """The number of times that there was something new to write."""
+        self._writing: File | None = None
+        self._unwritten = Unwritten()
+        self._used: dict[Node, DiskTree] = {}
+        """Nodes that were only used: they are written with whatever else is."""
+        self._bases = {namespace.salted(None)}
+        """Every namespace that this process has used, without the salt."""
+        self._for_people = {"name": model, "grid": grid}
         self._chunked = grid.startswith("exact")
+        self._stored = {info.id: info for info in store.index.at_start}
         self._known: dict[int, DiskTree] = {}
-        """By the number of their namespace: the salts of those that nobody asked for yet are not
-        known."""
-        self._numbers: dict[Namespace, int] = {}
-        self._used: set[Node] = set()
+        """The trees that were read, by the number of their namespace."""
+        self._names: dict[Namespace, int] = {}
+        """The salts of those that nobody asked for yet are not known."""
 
     def __iter__(self) -> Iterator[DiskTree]:
         return iter(self._known.values())
+
+    # Which trees there are
 
     @property
     def weights(self) -> set[str]:
@@ -79,268 +146,411 @@ class DiskTrees:
 
     def known(self, namespace: Namespace) -> DiskTree | None:
         """A namespace's tree, if anything was ever stored for it."""
-        if namespace not in self._numbers:
-            number = self.store.known_namespace(digest_of(namespace))
-            if number is None:
-                return None
-            self._number(namespace, number)
-        return self._read(self._numbers[namespace])
+        id = _number(digest_of(namespace))
+        if id not in self._known and id not in self._stored:
+            return None
+        return self.of(namespace)
 
     def of(self, namespace: Namespace) -> DiskTree:
-        if namespace not in self._numbers:
-            about = {**_about(namespace), **self._for_people}
-            self._number(namespace, self.store.namespace(digest_of(namespace), about))
-        return self._read(self._numbers[namespace])
-
-    def _number(self, namespace: Namespace, number: int) -> None:
-        self._numbers[namespace] = number
-        self._bases.add(namespace.salted(None))
+        id = self._names.get(namespace)
+        if id is None or id not in self._known:
+            digest = digest_of(namespace)
+            id = self._names[namespace] = _number(digest)
+            self._bases.add(namespace.salted(None))
+            self._read(id, digest, {**_about(namespace), **self._for_people})
+        return self._known[id]
 
     def by_namespace(self) -> dict[Namespace, Tree]:
-        """Those that were read since the start; the index may have more."""
-        known = self._known
-        return {name: known[n].tree for name, n in self._numbers.items() if n in known}
+        """The trees that were asked for since the start; the index may have more."""
+        return {name: self._known[id].tree for name, id in self._names.items()}
 
     def read_all(self) -> None:
-        """The trees of every salt, asked for or not: together they have the disk."""
-        for info in self.store.namespaces():
+        """Read the trees of every salt, asked for or not: together they have the disk."""
+        for info in self._stored.values():
             if self.is_ours(info):
-                self._read(info.id)
+                self._read(info.id, info.digest, info.about)
 
     def is_ours(self, info: NamespaceInfo) -> bool:
-        """Whether another salt is all that can tell a namespace from those of this process."""
+        """True where only the salt tells a namespace from one of this process."""
         return any(
             all(info.about.get(k) == v for k, v in _about(base).items() if k != "salt")
             for base in self._bases
         )
 
-    def _read(self, number: int) -> DiskTree:
-        """The tree as the index has it."""
-        if number in self._known:
-            return self._known[number]
-        own = DiskTree(ChunkTree() if self._chunked else Tree(), number)
-        with no_collection():
-            self._build(own)
-        self._known[number] = own
-        return own
+    def strangers(self) -> list[NamespaceInfo]:
+        """The namespaces of others, with the longest unused last."""
+        others = [i for i in self._stored.values() if i.bytes and not self.is_ours(i)]
+        return sorted(others, key=lambda info: -info.used)
+
+    def clear(self, stranger: NamespaceInfo) -> None:
+        del self._stored[stranger.id]
+        self._unwritten.cleared[stranger.id] = stranger.bytes
+        self.store.plan(-stranger.bytes)
+
+    def _read(self, id: int, digest: str, about: dict[str, Any]) -> DiskTree:
+        if id not in self._known:
+            own = DiskTree(ChunkTree() if self._chunked else Tree(), id, digest, about)
+            if id in self._stored:
+                with _no_collection():
+                    self._build(own)
+            self._known[id] = own
+        return self._known[id]
 
     def _build(self, own: DiskTree) -> None:
-        rows, payloads = self.store.nodes(own.namespace)
-        sources: dict[int, Source] = {}
-
-        def part(number: int | None, start: int, stop: int) -> OnDisk | None:
-            if number is None:
-                return None
-            source = sources.get(number)
-            if source is None:
-                payload = payloads[number]
-                source = sources[number] = Source(payload.span, payload)
-            first, last = source.span or (start, stop)
-            return OnDisk(source, max(start, first), min(stop, last))
-
-        nodes: dict[int | None, tuple[Node, int]] = {None: (own.tree.root, 0)}
-        for row in rows:
-            parent, start = nodes.get(row.parent, (None, 0))
-            if parent is None or row.start != start:
+        """Make the nodes that the index has. What is left over goes."""
+        stored = self.store.index.load(own.id)
+        files: dict[int | None, File] = {}
+        for id, row in stored.files.items():
+            span = (row.start, row.stop) if row.start is not None and row.stop is not None else None
+            files[id] = File(id, own.id, span, row.nbytes, row.nbytes)
+        nodes: dict[int | None, Node] = {None: own.tree.root}
+        for each in stored.nodes:
+            node = self._node(own, nodes.get(each.parent), each, files)
+            if node is None:
+                self._unwritten.gone.append(each.id)
                 continue
-            end = start + len(row.key) // WIDTH
-            if parent.children and own.tree.child(parent, row.key, 0, end - start) is not None:
-                continue  # a row that should have been removed
-            if self.layout.has_rows and row.rows is None:
-                continue
-            origin: Origin = "decode" if row.origin == "decode" else "prefill"
-            node = own.tree.add(parent, row.key, origin)
-            node.hits, node.last_used = row.hits, round(row.used * SECOND)
-            node.rows = part(row.rows, start, end)
-            if row.window is not None:
-                node.window = part(row.window, start, end)
-            whole = row.state is not None or not self.layout.has_state
-            if row.kind is not None and row.kind in WEIGHTS and whole:
-                state = part(row.state, end, end)
-                node.checkpoint = Checkpoint(
-                    cast(Kind, row.kind), state, node.last_used, hits=row.hits, hint=row.hint
-                )
-            nodes[row.id] = node, end
-            own.ids[node] = row.id
+            nodes[each.id] = node
+            own.ids[node] = each.id
             self.ledger.count(node)
+        self._unwritten.gone += stored.lost
+        self._unwritten.freed |= dict.fromkeys(stored.unused, 0)
+        for file in files.values():
+            if not file.nodes:
+                self._free(file)
 
-    # Changes
+    def _node(
+        self, own: DiskTree, parent: Node | None, row: NodeRow, files: dict[int | None, File]
+    ) -> Node | None:
+        if parent is None or (self.layout.has_rows and row.rows_file is None):
+            return None
+        start, stop = parent.end, parent.end + len(row.key) // WIDTH
+        if parent.children and own.tree.child(parent, row.key, 0, stop - start) is not None:
+            return None
+        rows, window, state = (
+            files.get(id) for id in (row.rows_file, row.window_file, row.state_file)
+        )
+        for file in (rows, window):
+            if file is not None and not (
+                file.span and file.span[0] < stop and start < file.span[1]
+            ):
+                return None
+        if state is not None and state.span is not None:
+            return None
+        node = own.tree.add(parent, row.key, cast(Origin, row.origin))
+        node.hits, node.last_used = row.hits, round(row.used * SECOND)
+        node.rows = FilePart(rows, start, stop) if rows is not None else None
+        node.window = FilePart(window, start, stop) if window is not None else None
+        if row.kind is not None and (state is not None or not self.layout.has_state):
+            part = FilePart(state, stop, stop) if state is not None else None
+            node.checkpoint = Checkpoint(
+                cast(Kind, row.kind), part, node.last_used, row.hits, hint=row.hint
+            )
+        for each in _parts(node):
+            each.file.nodes.add(node)
+        return node
 
-    def grow(
-        self, own: DiskTree, parent: Node, spans: Sequence[Span], parts: list[Source], offer: Offer
-    ) -> Node:
-        """Nodes below `parent`, each below the last, for spans that continue one another.
+    # What changes in them
 
-        The first source holds the rows of all, where the model has any, and the rest a window each.
-        Returns the last."""
-        windows = iter(parts[1:] if self.layout.has_rows else parts)
-        first, added = None, []
-        for span in spans:
-            begin = max(span.start, parent.end)
-            parent = own.tree.add(parent, span.key[(begin - span.start) * WIDTH :], span.origin)
-            parent.hits, parent.last_used = span.hits, clock()
-            if self.layout.has_rows:
-                parent.rows = OnDisk(parts[0], begin, span.end)
-            if span.window is not None:
-                parent.window = OnDisk(next(windows), max(span.window.start, begin), span.end)
-            own.ids[parent] = self.store.next_id()
-            self.ledger.count(parent)
-            first = first or parent
-            added.append(self._row(own, parent))
-        undo = Undo("node", first or parent, offer)
-        self._writer.put(Job(payloads=parts, adds=added, undo=undo))
-        return parent
+    def grow(self, offer: Offer) -> tuple[DiskTree, Node, int]:
+        """Have nodes for an offered path. Returns its last one, and the tokens that were known."""
+        own = self.of(offer.namespace)
+        end = offer.path[-1]
+        node, shared = own.tree.walk(offer.data, offer.cuts)
+        if offer.exact:
+            shared = node.end
+        elif shared < node.end and (shared < end.end or end.kind is not None):
+            node = self._split(own, node, shared)
+        for span in offer.path:
+            if span.end > node.end:
+                begin = node.end - span.start
+                node = own.tree.add(node, span.key[begin * WIDTH :], span.origin)
+                node.hits, node.last_used = span.hits, clock()
+                own.ids[node] = new_id()
+                self.ledger.count(node)
+                self._note(own, node)
+        return own, node, shared
 
-    def put_window(
-        self, own: DiskTree, node: Node, source: Source, window: Rows, offer: Offer
-    ) -> None:
-        gone = self._released(node.window)
-        self.ledger.put_window(node, OnDisk(source, window.start, window.stop))
-        undo = Undo("window", node, offer)
-        self._writer.put(Job([source], updates=[self._row(own, node)], frees=gone, undo=undo))
-
-    def put_checkpoint(
+    def put(
         self,
         own: DiskTree,
-        node: Node,
-        span: Span,
-        source: Source | None,
-        offer: Offer,
+        nodes: Sequence[Node],
+        what: What,
+        arrays: Sealed,
+        span: tuple[int, int] | None,
+        receipt: Receipt,
     ) -> None:
-        state = OnDisk(source, node.end, node.end) if source is not None else None
-        assert span.kind is not None
-        kept = Checkpoint(span.kind, state, clock(), hits=span.hits, hint=span.hint)
-        self.ledger.put_checkpoint(node, kept)
-        parts = [source] if source is not None else []
-        undo = Undo("checkpoint", node, offer) if parts else None
-        self._writer.put(Job(payloads=parts, updates=[self._row(own, node)], undo=undo))
+        """Have a payload written, and let nodes have a part of it."""
+        file = File(new_id(), own.id, span, nbytes_of(arrays), None, arrays, receipt)
+        file.number, file.nodes = self.changed + 1, {*nodes}
+        self.waiting.append(file)
+        self.waiting_bytes += file.nbytes
+        self.store.plan(file.nbytes)
+        for node in nodes:
+            self.ledger.count(node, -1)
+            if what == "rows":
+                node.rows = FilePart(file, node.start, node.end)
+            elif what == "window":
+                self._release(node, node.window)
+                node.window = FilePart(file, node.start, node.end)
+                self._note(own, node)  # the index must not name what goes
+            elif node.checkpoint is not None:
+                node.checkpoint.state = FilePart(file, node.end, node.end)
+            self.ledger.count(node)
 
-    def split(self, own: DiskTree, node: Node, at: int) -> Node:
+    def put_checkpoint(self, own: DiskTree, node: Node, span: Span) -> None:
+        """Note the checkpoint at a node's end. One that is also of a weightier kind becomes it."""
+        assert span.kind is not None
+        held = node.checkpoint
+        if held is None:
+            held = Checkpoint(span.kind, None, clock(), hits=span.hits, hint=span.hint)
+            self.ledger.put_checkpoint(node, held)
+            self._note(own, node)
+        elif WEIGHTS[span.kind] > WEIGHTS[held.kind]:
+            held.kind = span.kind
+            self._used[node] = own
+
+    def use(self, own: DiskTree, end: Node) -> None:
+        """Note the use of a path, for this process's retention and the next one's."""
+        now = clock()
+        for node in end.path():
+            node.last_used, node.hits = now, node.hits + 1
+            self._used[node] = own
+        if end.checkpoint is not None:
+            end.checkpoint.last_used, end.checkpoint.hits = now, end.checkpoint.hits + 1
+
+    def _split(self, own: DiskTree, node: Node, at: int) -> Node:
         self.ledger.count(node, -1)
+        for part in _parts(node):
+            part.file.nodes.discard(node)
         upper = own.tree.split(node, at)
-        self.ledger.count(upper)
-        self.ledger.count(node)
-        own.ids[upper] = self.store.next_id()
-        rows = [self._row(own, upper), self._row(own, node)]
-        self._writer.put(Job(adds=rows[:1], updates=rows[1:]))
+        own.ids[upper] = new_id()
+        for each in (upper, node):
+            self.ledger.count(each)
+            self._note(own, each)
+            for part in _parts(each):
+                part.file.nodes.add(each)
         return upper
 
-    def use(self, node: Node, is_end: bool) -> None:
-        now = clock()
-        node.last_used, node.hits = now, node.hits + 1
-        if node.checkpoint is not None and is_end:
-            node.checkpoint.last_used, node.checkpoint.hits = now, node.checkpoint.hits + 1
-        self._used.add(node)
-
-    def raise_kind(self, node: Node, checkpoint: Checkpoint, kind: Kind) -> None:
-        """A checkpoint that is also one of a weightier kind."""
-        if WEIGHTS[kind] > WEIGHTS[checkpoint.kind]:
-            checkpoint.kind = kind
-            self._used.add(node)
-
-    def write_uses(self) -> None:
-        """For the next process's retention."""
-        for own in self:
-            rows = [self._row(own, node) for node in self._used if node in own.ids]
-            if rows:
-                self._writer.put(Job(updates=rows))
-        self._used.clear()
+    def evicted(self, item: Item) -> None:
+        """Let go of what retention is about to remove from a node."""
+        node = item.node
+        own = next(own for own in self if own.tree is tree_of(node))
+        if item.what == "leaf":
+            self._remove(own, node)
+        else:
+            state = node.checkpoint.state if node.checkpoint is not None else None
+            self._release(node, node.window if item.what == "window" else state)
+            self._note(own, node)
 
     def drop(self, own: DiskTree, node: Node) -> None:
-        """Forget a node and all below it."""
-        if node not in own.ids:
-            return
+        """Forget a node and all below it. What was to be written of them is to be offered again."""
         below = [node]
         for each in below:
             below.extend(each.children.values())
-        removes, frees = [], []
         for each in reversed(below):
+            for part in _parts(each):
+                self._return(part.file)
             self.ledger.count(each, -1)
-            number = own.ids.pop(each, None)
-            self._used.discard(each)
-            state = each.checkpoint.state if each.checkpoint is not None else None
-            frees += self._released(each.rows, each.window, state)
-            if number is not None:
-                removes.append(number)
+            self._remove(own, each)
             own.tree.remove(each)
-        self._writer.put(Job(removes=removes, frees=frees))
 
-    def evicted(self, item: Item) -> None:
-        """Retention's choice: rows of the index go, and the files that nobody else has."""
-        own = next(o for o in self if o.tree is tree_of(item.node))
-        node = item.node
-        state = node.checkpoint.state if node.checkpoint is not None else None
-        if item.what == "leaf":
-            number = own.ids.pop(node)
-            self._used.discard(node)
-            gone = self._released(node.rows, node.window, state)
-            self._writer.put(Job(removes=[number], frees=gone))
-            return
-        # The row goes on without it, in the same transaction.
-        row = self._row(own, node)
-        if item.what == "checkpoint":
-            row = replace(row, node=replace(row.node, kind=None), state=None)
-            gone = self._released(state)
-        else:
-            row = replace(row, window=None)
-            gone = self._released(node.window)
-        self._writer.put(Job(updates=[row], frees=gone))
-
-    def undo(self, undo: Undo) -> None:
-        """What could not be written was never there."""
-        own = next((o for o in self if undo.node in o.ids), None)
-        if own is None:
-            return
-        if undo.what == "node":
-            self.drop(own, undo.node)
-        elif undo.what == "checkpoint" and undo.node.checkpoint is not None:
-            self._released(undo.node.checkpoint.state)
-            self.ledger.put_checkpoint(undo.node, None)
-        elif undo.what == "window":
-            self._released(undo.node.window)
-            self.ledger.put_window(undo.node, None)
+    def lose(self, file: File) -> None:
+        """Forget what lies in a file that could not be written, or is not what was written."""
+        self._return(file)
+        for node in [*file.nodes]:
+            own = self._known[file.namespace]
+            if node not in own.ids:
+                continue  # it went with one above it
+            if isinstance(node.rows, FilePart) and node.rows.file is file:
+                self.drop(own, node)
+                continue
+            is_window = isinstance(node.window, FilePart) and node.window.file is file
+            self._release(node, *(part for part in _parts(node) if part.file is file))
+            if is_window:
+                self.ledger.put_window(node, None)
+            else:
+                self.ledger.put_checkpoint(node, None)
+            self._note(own, node)
 
     def forget(self) -> None:
+        """Forget all trees, and everything that waits."""
+        for file in self.waiting:
+            if file.nodes:
+                self._free(file)
         for own in self:
+            for node in own.tree.nodes():
+                for part in _parts(node):
+                    part.file.nodes.clear()
             own.tree.clear()
-        self._known.clear()
-        self._numbers.clear()
-        self._used.clear()
+            own.ids.clear()
         self.ledger.held = Held()
+        self._unwritten.nodes.clear()
+        self._used.clear()
+        self._known.clear()
+        self._names.clear()
+        self.waiting.clear()
+        self.returned.clear()
 
-    def _released(self, *parts: Any) -> list[Source]:
-        """The payloads that no node has any more."""
-        sources = [p.source for p in parts if isinstance(p, OnDisk)]
-        for source in sources:
-            source.users -= 1
-        return [source for source in sources if source.users <= 0]
+    def _return(self, file: File) -> None:
+        """Have the offer made again that an unwritten file is from."""
+        if file.receipt is not None:
+            self.returned.append(file.receipt)
+            file.receipt = None
 
-    def _row(self, own: DiskTree, node: Node) -> Row:
+    def _note(self, own: DiskTree, node: Node) -> None:
+        self._unwritten.nodes[node] = own
+
+    def _remove(self, own: DiskTree, node: Node) -> None:
+        self._unwritten.gone.append(own.ids.pop(node))
+        self._release(node, *_parts(node))
+
+    def _release(self, node: Node, *parts: Any) -> None:
+        for part in parts:
+            if isinstance(part, FilePart):
+                part.file.nodes.discard(node)
+                if not part.file.nodes:
+                    self._free(part.file)
+
+    def _free(self, file: File) -> None:
+        if file is self._writing:
+            return  # looked at once it is written
+        self.store.plan(-file.nbytes)
+        if file.size is None:
+            self.waiting_bytes -= file.nbytes
+            file.arrays = file.receipt = None
+        else:
+            self._unwritten.freed[file.id] = file.nbytes
+
+    # What the writer does
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self._unwritten)
+
+    def next_file(self) -> File | None:
+        """Take the file that is to be written next."""
+        while self.waiting:
+            file = self.waiting.popleft()
+            if file.nodes:
+                self._writing = file
+                return file
+        return None
+
+    def written(self, file: File, size: int) -> None:
+        """A file is complete. Its bytes are no longer planned."""
+        self._writing = None
+        file.size = size  # before `arrays` goes: readers look there first, without the lock
+        file.arrays = file.receipt = None
+        self.waiting_bytes -= file.nbytes
+        if not file.nodes:
+            self._free(file)
+        own = self._known.get(file.namespace)
+        if own is not None:
+            self._unwritten.nodes |= dict.fromkeys(file.nodes, own)
+
+    def failed(self, file: File) -> None:
+        """A file could not be written."""
+        self._writing = None
+        if not file.nodes:
+            self._free(file)
+        self.lose(file)
+
+    def take_changes(self) -> tuple[Unwritten, int]:
+        """Take what the index is to be told, and the number of the last change that is in it."""
+        taken, self._unwritten = self._unwritten, Unwritten()
+        taken.nodes |= self._used
+        self._used.clear()
+        first = self._writing or next((file for file in self.waiting if file.nodes), None)
+        return taken, first.number - 1 if first is not None else self.changed
+
+    def put_back(self, taken: Unwritten) -> None:
+        """Have changes taken another time: the index refused them."""
+        later, self._unwritten = self._unwritten, taken
+        taken.nodes |= later.nodes
+        taken.gone += later.gone
+        taken.freed |= later.freed
+        taken.cleared |= later.cleared
+
+    def rows(self, taken: Unwritten) -> Changes:
+        """The rows of what has changed, as far as it is complete."""
+        changes = Changes(gone_nodes=taken.gone, gone_files=taken.freed, cleared=taken.cleared)
+        owns: dict[int, DiskTree] = {}
+        files: dict[int, File] = {}
+        for node, own in taken.nodes.items():
+            if node not in own.ids or (self.layout.has_rows and _written(node.rows) is None):
+                continue  # it is gone, or comes again when its file is complete
+            owns[own.id] = own
+            changes.nodes.append(self._row(own, node))
+            files |= {part.file.id: part.file for part in _parts(node)}
+        for file in files.values():
+            if file.size is not None:
+                start, stop = file.span or (None, None)
+                changes.files.append(FileRow(file.id, file.namespace, file.size, start, stop))
+        for own in owns.values():
+            about = json.dumps(own.about)
+            changes.namespaces.append(NamespaceRow(own.id, own.digest, about, time.time()))
+        return changes
+
+    def _row(self, own: DiskTree, node: Node) -> NodeRow:
         checkpoint = node.checkpoint
         state = checkpoint.state if checkpoint is not None else None
-        stored = StoredNode(
+        is_whole = state is None or _written(state) is not None
+        kind = checkpoint.kind if checkpoint is not None and is_whole else None
+        last_used = max(node.last_used, checkpoint.last_used if checkpoint else 0)
+        return NodeRow(
             id=own.ids[node],
+            namespace=own.id,
             parent=own.ids.get(node.parent) if node.parent is not None else None,
-            start=node.start,
-            key=node.key,
             origin=node.origin,
-            kind=checkpoint.kind if checkpoint is not None else None,
+            kind=kind,
             hits=node.hits,
-            used=max(node.last_used, checkpoint.last_used if checkpoint else 0) / SECOND,
-            hint=checkpoint.hint if checkpoint is not None else 1.0,
-            rows=None,
-            window=None,
-            state=None,
+            used=last_used / SECOND,
+            hint=float(checkpoint.hint) if checkpoint is not None else 1.0,
+            rows_file=_written(node.rows),
+            window_file=_written(node.window),
+            state_file=_written(state),
+            key=node.key,
         )
-        return Row(own.namespace, stored, *(_source(p) for p in (node.rows, node.window, state)))
+
+
+def _parts(node: Node) -> list[FilePart]:
+    state = node.checkpoint.state if node.checkpoint is not None else None
+    return [part for part in (node.rows, node.window, state) if isinstance(part, FilePart)]
+
+
+def _written(part: Any) -> int | None:
+    """The number of a part's file, once that is complete."""
+    return part.file.id if isinstance(part, FilePart) and part.file.size is not None else None
+
+
+def nbytes_of(arrays: Sealed) -> int:
+    """About the size of a payload's file."""
+    return HEADER + sum(array.nbytes + HEADER_PER_ARRAY for array in arrays.values())
+
+
+def _number(digest: str) -> int:
+    """The number of a namespace in the index."""
+    return int(digest[:15], 16)
 
 
 def _about(namespace: Namespace) -> dict[str, Any]:
     """A namespace as the index describes it: of the salt, a digest."""
-    salt = namespace.salt and hashlib.sha256(namespace.salt.encode()).hexdigest()[:16]
-    own = {**asdict(namespace), "weights": namespace.weights, "salt": salt}
-    return {**own, "format": FORMAT}
+    own = {**asdict(namespace), "weights": namespace.weights, "format": FORMAT}
+    return {**own, "salt": salt_digest(namespace.salt)}
 
 
-def _source(part: Any) -> Source | None:
-    return part.source if isinstance(part, OnDisk) else None
+def salt_digest(salt: str | None) -> str:
+    """A salt as the index tells it from others."""
+    return hashlib.sha256(salt.encode()).hexdigest()[:16] if salt else ""
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Making many objects that all stay sets the collector off again and again, for nothing."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -16,8 +16,8 @@ import numpy as np
 
 import rewarm
 from rewarm.cache import PrefixCache
-from rewarm.cache.tiers.disk.files import ALIGNED, Written, new_name
-from rewarm.cache.tiers.disk.records import PayloadRow, StoredNode
+from rewarm.cache.tiers.disk.files import ALIGNED
+from rewarm.cache.tiers.disk.index import Changes, FileRow, NamespaceRow, NodeRow, new_id
 from rewarm.cache.tiers.disk.store import Store
 from rewarm.values import Tokens
 
@@ -29,6 +29,8 @@ PARTS = ("restore", "writer", "open")
 ANSWER = 32
 """Tokens. Answers are short, so that their length does not slow their last tokens down."""
 
+BENCH = 1
+"""The number of the namespace that is measured."""
 SERVED = 500
 """Tokens of the prompt whose answers are decoded beside the writer."""
 
@@ -178,15 +180,14 @@ def _open(bench: Bench, nodes: int, folder: Path, tokens: int = 512) -> None:
     """Open a store with so many nodes, and read all nodes, as the first match of a namespace
     does."""
     with bench.steps("writing an index", 1), Store.open(folder, limit=1 << 40) as store:
-        space = store.namespace("bench", {"name": "bench"})
-        _fill(store, space, nodes, tokens)
+        store.commit(_rows(nodes, tokens))
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     opening, reading = list[float](), list[float]()
     for _ in bench.each("opening", range(bench.rounds)):
         began = time.perf_counter()
         with Store.open(folder, limit=1 << 40) as store:
             opened = time.perf_counter()
-            found, _payloads = store.nodes(space)
+            found = store.index.load(BENCH).nodes
             reading.append(time.perf_counter() - opened)
         opening.append(opened - began)
         assert len(found) == nodes
@@ -197,30 +198,31 @@ def _open(bench: Bench, nodes: int, folder: Path, tokens: int = 512) -> None:
     sheet.add(Spread.of(opening), Spread.of(reading))
 
 
-def _fill(store: Store, space: int, nodes: int, tokens: int) -> None:
-    """Twenty nodes to a path."""
+def _rows(nodes: int, tokens: int) -> Changes:
+    """The rows of so many nodes, twenty to a path."""
     draw = np.random.default_rng(0)
-    with store.guard.using() as index, index.transaction():
-        parent = None
-        for n in range(nodes):
-            file, at = store.next_id(), n % 20 * tokens
-            written = Written(new_name(), 1 << 20, draw.bytes(16))
-            index.add_payload(PayloadRow(file, space, written, (at, at + tokens)))
-            key = draw.integers(0, 150_000, tokens, dtype=np.int32)
-            key[0] = n  # no two paths begin alike
-            node = StoredNode(
-                id=store.next_id(),
-                parent=parent if at else None,
-                start=at,
-                key=key.tobytes(),
-                origin="prefill",
-                kind="turn",
-                hits=0,
-                used=time.time(),
-                hint=1.0,
-                rows=file,
-                window=None,
-                state=None,
-            )
-            index.put_node(space, node, new=True)
-            parent = node.id
+    changes = Changes([NamespaceRow(BENCH, "bench", "{}", time.time())])
+    parent = None
+    for n in range(nodes):
+        at = n % 20 * tokens
+        file = FileRow(new_id(), BENCH, 1 << 20, at, at + tokens)
+        key = draw.integers(0, 150_000, tokens, dtype=np.int32)
+        key[0] = n  # no two paths begin alike
+        node = NodeRow(
+            id=new_id(),
+            namespace=BENCH,
+            parent=parent if at else None,
+            origin="prefill",
+            kind="turn",
+            hits=0,
+            used=time.time(),
+            hint=1.0,
+            rows_file=file.id,
+            window_file=None,
+            state_file=None,
+            key=key.tobytes(),
+        )
+        changes.files.append(file)
+        changes.nodes.append(node)
+        parent = node.id
+    return changes

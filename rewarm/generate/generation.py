@@ -12,7 +12,7 @@ from typing import Any
 from rewarm.engine.request import Request
 from rewarm.prompt.chat import Chat, Text
 from rewarm.prompt.messages import Part, Said
-from rewarm.prompt.parse.answer import Answer, Piece
+from rewarm.prompt.parse.answer import Answer, Increment
 from rewarm.prompt.render.renderer import Prompt
 from rewarm.values import Cost, Finish, Sampled
 
@@ -82,7 +82,7 @@ class Choice:
     _silent: int = 0
     _told: int = 0
 
-    def take(self, token: int, between: Callable[[float], None]) -> Piece:
+    def take(self, token: int, between: Callable[[float], None]) -> Increment:
         now = time.perf_counter()
         if self.tokens:
             between(now - self.last_at)
@@ -166,7 +166,7 @@ class Run:
     def failed(self, error: Exception) -> None:
         self._emit(RunFailed(self.number, error))
 
-    def _add(self, index: int, piece: Piece, always: bool) -> None:
+    def _add(self, index: int, piece: Increment, always: bool) -> None:
         if self.options.stream and (piece.parts or always):
             sampled = self.choices[index].untold()
             if piece.parts or sampled:

@@ -1,4 +1,4 @@
-"""The canonical form of what is to be answered, whatever API it came by.
+"""The canonical form of a request: a chat to answer, or texts to continue. All APIs share it.
 
 Nothing here imports a model library: a gateway reads requests with it."""
 
@@ -20,18 +20,18 @@ class Chat:
     """Messages to answer through the model's chat template."""
 
     messages: list[Message]
-    """They are canonical, as `normalised` gives them."""
+    """The canonical messages, as `normalised` gives them."""
     tools: list[Any] | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
     """Options of the chat template. Raises InvalidPrompt for one that a request may not set."""
     continue_final: bool = False
-    """The answer goes on with the last message, which is the assistant's."""
+    """The answer continues the last message, which is the assistant's."""
     marked: tuple[int, ...] = ()
-    """Messages whose ends shall be checkpoints; -1 is the end of system and tools."""
+    """The messages whose ends are to be checkpoints; -1 is the end of system and tools."""
     must_call: bool = False
     """The answer has to call a tool."""
     returned: Callable[[Said], Message] = Said.message
-    """The message that the client sends for a delivered answer in the next turn."""
+    """Gives the message that the client sends in the next turn for a delivered answer."""
 
     def __post_init__(self) -> None:
         for name in self.template:
@@ -45,9 +45,9 @@ class Text:
 
     prompts: Sequence[str | Sequence[int]]
     echo: bool = False
-    """The prompts' texts are part of the answers."""
+    """The text of each prompt is part of its answers."""
 
 
 def chat_of(messages: Sequence[Any], tools: list[Any] | None = None, **options: Any) -> Chat:
-    """A chat from messages in any spelling. Raises InvalidPrompt."""
+    """Make a chat from messages in any spelling. Raises InvalidPrompt."""
     return Chat(normalised(messages), tools or None, **options)

@@ -1,4 +1,6 @@
-"""Chat messages as clients send them, to the shape that templates read."""
+"""Chat messages: from the spellings of clients to the shape that templates read.
+
+Nothing here imports a model library."""
 
 from __future__ import annotations
 
@@ -10,14 +12,15 @@ from rewarm.errors import InvalidPrompt
 from rewarm.values import Message
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""The names that clients and templates have for an answer's thinking; the first set one counts."""
+"""The names that clients and templates use for an answer's thinking. The first one that is set
+counts."""
 
 Call = dict[str, Any]
 """A tool call in OpenAI's shape."""
 
 
 class Part(NamedTuple):
-    """A stretch of an answer, all of one kind. Every tool call is a part of its own."""
+    """A stretch of an answer of one kind. Every tool call is a part of its own."""
 
     kind: Literal["thinking", "text", "call"]
     text: str = ""
@@ -25,7 +28,7 @@ class Part(NamedTuple):
 
 
 class Said:
-    """Parts of an answer, and what they say by kind."""
+    """Parts of an answer, and their texts and calls by kind."""
 
     parts: Sequence[Part]
 
@@ -42,7 +45,7 @@ class Said:
         return [part.call for part in self.parts if part.call is not None]
 
     def message(self) -> Message:
-        """The canonical message of the assistant that says all of it."""
+        """The canonical message of the assistant with all of the parts."""
         return assistant_message(self.text, self.reasoning, self.calls)
 
 
@@ -52,7 +55,8 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def normalised(messages: Sequence[Any]) -> list[Message]:
-    """The same messages for every spelling that means the same. Raises InvalidPrompt."""
+    """The canonical messages: spellings that mean the same give the same ones. Raises
+    InvalidPrompt."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise InvalidPrompt(f"a chat is a list of messages, not a {type(messages).__name__}")
     if not messages:
@@ -61,7 +65,7 @@ def normalised(messages: Sequence[Any]) -> list[Message]:
 
 
 def assistant_message(text: str, thinking: str = "", calls: Iterable[Call] = ()) -> Message:
-    """The canonical message of the assistant; arguments of calls may be their JSON."""
+    """The canonical message of the assistant. The arguments of its calls may be given as JSON."""
     message: Message = {"role": "assistant", "content": text}
     if thinking:
         message |= dict.fromkeys(REASONING, thinking)
@@ -146,7 +150,8 @@ def _call(call: Mapping[str, Any]) -> Call:
 
 
 def _arguments(given: Any) -> Any:
-    """Templates want a mapping. What is not the JSON of one stays as it is."""
+    """The arguments of a call as a mapping, which templates read; as they are where they are not
+    the JSON of one."""
     if given is None or given == "":
         return {}
     if not isinstance(given, str):
@@ -159,8 +164,8 @@ def _arguments(given: Any) -> Any:
 
 
 Rewording = Callable[[list[Message]], list[Message]]
-"""Another way to say the same chat, for a template that refuses the first. It changes only what
-such a template refuses, so that the rest is rendered as it was in earlier turns."""
+"""A function that says the same chat in another way, for a template that refuses the first. It
+changes only what such a template refuses, so that the rest is rendered as in earlier turns."""
 
 
 def system_for_developer(chat: list[Message]) -> list[Message]:
@@ -168,7 +173,7 @@ def system_for_developer(chat: list[Message]) -> list[Message]:
 
 
 def one_system(chat: list[Message]) -> list[Message]:
-    """The leading system and developer messages as one system message."""
+    """Join the leading system and developer messages to one system message."""
     leading = next((i for i, m in enumerate(chat) if not is_system(m)), len(chat))
     if leading < 2:
         return chat
@@ -177,7 +182,7 @@ def one_system(chat: list[Message]) -> list[Message]:
 
 
 def words_into_thinking(chat: list[Message]) -> list[Message]:
-    """GPT-OSS takes either thinking or words before a tool call."""
+    """Move words before a tool call into the thinking: GPT-OSS takes only one of the two."""
     return [_words_into_thinking(m) for m in chat]
 
 
@@ -190,7 +195,7 @@ def _words_into_thinking(message: Message) -> Message:
 
 
 def rewordings(chat: list[Message]) -> list[list[Message]]:
-    """The chat as it is, then other ways to say it, each only where it differs."""
+    """The chat as it is, then the other ways to say it that differ from the way before them."""
     ways = [chat]
     steps: tuple[Rewording, ...] = (words_into_thinking, system_for_developer, one_system)
     for step in steps:

@@ -1,4 +1,4 @@
-"""Running the server, and stopping it so that every stream ends properly."""
+"""Runs the server, and stops it so that every stream ends properly."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Server(uvicorn.Server):
         self.options = options
 
     def listens(self) -> bool:
-        """Waits until connections are accepted; false where that failed."""
+        """Wait until connections are accepted; false where that failed."""
         while not self.started and not self.should_exit:
             time.sleep(0.01)
         return self.started and not self.should_exit
 
     @property
     def url(self) -> str:
-        """With the port that was really taken."""
+        """The address, with the port that was really taken."""
         port = self.servers[0].sockets[0].getsockname()[1]
         host = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
         return f"http://{host}:{port}"
@@ -70,7 +70,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn does it, but a signal is not raised again afterwards: the exit code is 0."""
+        """Handle signals as uvicorn does, but raise none again afterwards: the exit code is 0."""
         before = {}
         with contextlib.suppress(ValueError):  # not on the main thread
             before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
@@ -88,8 +88,8 @@ def serve(
 ) -> None:
     """Start the engine, serve until SIGINT or SIGTERM, and stop the engine.
 
-    `on_ready` is told the address once the model is loaded. A model that cannot be loaded ends the
-    server.
+    `on_ready` is called with the address once the model is loaded. Raises NotReady where the model
+    cannot be loaded.
     """
     options = options or ServerOptions()
     options.check_bind()
@@ -106,12 +106,13 @@ def serve(
     threading.Thread(target=watch, name="rewarm-watch", daemon=True).start()
     server.run(sockets=[listener])
     if engine.failed_to_load:
-        engine.stop()  # uvicorn may have ended before it was told to: then nobody has
+        engine.stop()  # uvicorn may have ended by itself, without a call of `shutdown`
         raise NotReady(engine.detail)
 
 
 def _listener(options: ServerOptions) -> socket.socket:
-    """Taken before the model is loaded: what is wrong with an address shows at once."""
+    """The listening socket. It is opened before the model is loaded, so that an error of the
+    address shows at once."""
     try:
         found = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
 
-from rewarm.prompt.parse.answer import Answer, Piece
-from rewarm.prompt.parse.stops import Stops
+from rewarm.prompt.parse.answer import Answer, Increment, Stops
 from tests.chats import TOKENIZERS, TOOLS, answering
 from tests.tiny import tiny_tokenizer
 
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.corpus
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=60)
 
 
-def said(answer: Answer, tokens: Iterable[int]) -> list[Piece]:
+def said(answer: Answer, tokens: Iterable[int]) -> list[Increment]:
     """All pieces of an answer; what they add up to is what the answer holds."""
     pieces = [answer.add(token) for token in tokens]
     pieces.append(answer.finish())
@@ -149,7 +148,7 @@ def test_a_stop_sequence_is_looked_for_in_the_content_only() -> None:
     assert answer.reasoning == "I stop to think."
     assert answer.text == "Go on, then "
     assert answer.stopped_by == "stop"
-    assert answer.add(3) == answer.finish() == Piece()
+    assert answer.add(3) == answer.finish() == Increment()
 
 
 def test_a_stop_sequence_spans_no_call_and_no_thinking() -> None:
@@ -176,7 +175,7 @@ def test_what_was_held_back_comes_at_the_end() -> None:
     assert answer.stopped_by is None
     answer = answer_to("chatml", "", "Half a <tool_c")
     assert answer.text == "Half a <tool_c"
-    assert answer.finish() == Piece()
+    assert answer.finish() == Increment()
 
 
 def test_a_token_that_ends_the_text_adds_none() -> None:

@@ -1,10 +1,10 @@
-"""An answer as it is generated: tokens in, messages out."""
+"""An answer as it is generated: tokens to thinking, text and tool calls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from rewarm.values import Tokens
 
 from ..messages import Part, Said
 from .readers import Plain, Reader, reader_of
-from .stops import Stops
 
 LOST = "\ufffd"
 """The character that stands for bytes which are no whole character."""
@@ -25,21 +24,67 @@ TAIL = 8
 
 
 @dataclass(frozen=True)
-class Piece(Said):
-    """The parts that a token added. Text comes when it is certain: characters are whole, what might
-    begin a stop sequence or a marker is held back."""
+class Increment(Said):
+    """The parts that a token added. Text is held back until it is certain: until its characters are
+    whole, and it cannot begin a stop sequence or a marker."""
 
     parts: Sequence[Part] = ()
-    """First thinking, then text, then calls."""
+    """Thinking first, then text, then calls."""
     stop: str | None = None
     """The stop sequence that ended the answer."""
 
 
-NOTHING = Piece()
+NOTHING = Increment()
+
+
+class Passed(NamedTuple):
+    text: str
+    stop: str | None = None
+
+
+class Stops:
+    """Lets text through up to the first stop sequence, which may come in pieces.
+
+    The first one is the one that is complete first; of two that end together, the longer one. So
+    the result does not depend on how the text is cut into pieces.
+    """
+
+    def __init__(self, stops: Iterable[str] = ()) -> None:
+        self._stops = sorted({s for s in stops if s}, key=len, reverse=True)
+        self._held = ""
+
+    def feed(self, text: str) -> Passed:
+        if not self._stops:
+            return Passed(text)
+        text = self._held + text
+        ends = [(at + len(s), i) for i, s in enumerate(self._stops) if (at := text.find(s)) >= 0]
+        if ends:
+            end, first = min(ends)
+            stop = self._stops[first]
+            self._held = ""
+            return Passed(text[: end - len(stop)], stop)
+        keep = max(_begun(text, s) for s in self._stops)
+        self._held = text[len(text) - keep :]
+        return Passed(text[: len(text) - keep])
+
+    def flush(self) -> str:
+        """Give the text that was held back because a stop sequence might have begun."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _begun(text: str, stop: str) -> int:
+    """The number of characters at the end of a text that may begin a stop sequence."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0:
+        if stop.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(stop[0], at + 1)
+    return 0
 
 
 class Answer(Said):
-    """The answer that was generated so far. Stop sequences are looked for in its content only."""
+    """An answer, as far as it was generated. Stop sequences are looked for in its text only."""
 
     def __init__(
         self,
@@ -52,9 +97,9 @@ class Answer(Said):
         continued: bool = False,
         one_call: bool = False,
     ) -> None:
-        """`raw`: everything is text. `continued`: the text goes on from the prompt's own, so that a
-        space at its beginning is part of it; `raw` implies it. `one_call`: calls after the first
-        are left out."""
+        """With `raw`, everything is text. With `continued`, which `raw` implies, the answer goes on
+        from the prompt's own text, so that a space at its beginning is kept. With `one_call`, calls
+        after the first are left out."""
         prompt = np.asarray(prompt_tokens, dtype=np.int32)
         self.parts: list[Part] = []
         """The delivered parts in their order; no two neighbours are text, or thinking."""
@@ -71,14 +116,14 @@ class Answer(Said):
             for token in self._whole_tail(prompt):
                 self._segment(token)
 
-    def add(self, token: int) -> Piece:
-        """A token of the answer. One that ends it adds no text."""
+    def add(self, token: int) -> Increment:
+        """Take a token of the answer. One that ends it adds no text."""
         if self._finished or self.stopped_by is not None or token in self._ends:
             return NOTHING
         return self._take(self._reader.feed(self._segment(token)))
 
-    def finish(self) -> Piece:
-        """The parts that were held back, once the answer has ended in whatever way."""
+    def finish(self) -> Increment:
+        """Give the parts that were held back, once the answer has ended."""
         if self._finished or self.stopped_by is not None:
             self._finished = True
             return NOTHING
@@ -86,7 +131,7 @@ class Answer(Said):
         parts = self._reader.feed(self._last_segment()) + self._reader.finish()
         return self._take(parts, last=True)
 
-    def _take(self, parts: list[Part], *, last: bool = False) -> Piece:
+    def _take(self, parts: list[Part], *, last: bool = False) -> Increment:
         text = thinking = ""
         calls: list[Part] = []
         for part in parts:
@@ -109,7 +154,7 @@ class Answer(Said):
             calls = [] if self.calls else calls[:1]
         return self._delivered(thinking, text, calls)
 
-    def _delivered(self, thinking: str, text: str, calls: list[Part]) -> Piece:
+    def _delivered(self, thinking: str, text: str, calls: list[Part]) -> Increment:
         new = [Part("thinking", thinking)] if thinking else []
         new += [Part("text", text)] if text else []
         for part in new:
@@ -121,7 +166,7 @@ class Answer(Said):
         self.parts += calls
         if not (new or calls or self.stopped_by):
             return NOTHING
-        return Piece(new + calls, self.stopped_by)
+        return Increment(new + calls, self.stopped_by)
 
     def _segment(self, token: int) -> str:
         try:
@@ -141,7 +186,7 @@ class Answer(Said):
         return segment
 
     def _wrote_lost(self) -> bool:
-        """The last character is LOST itself, and not the beginning of another."""
+        """The last character is LOST itself, and not the beginning of another character."""
         try:
             # Its bytes may be three tokens.
             tokens = self._tokenizer.convert_ids_to_tokens(self._detokenizer.tokens[-3:])
@@ -150,8 +195,8 @@ class Answer(Said):
         return "".join(t or "" for t in tokens).endswith(SPELLINGS)
 
     def _whole_tail(self, prompt: Tokens) -> list[int]:
-        """Tokens near the prompt's end that are whole characters, so that a detokenizer holds
-        nothing of them back for the answer; it does so with a space, too."""
+        """Tokens near the prompt's end that are whole characters and do not end with a space: a
+        detokenizer holds nothing of them back."""
         for stop in range(len(prompt), max(len(prompt) - TAIL, 0), -1):
             for begin in range(stop - 1, max(stop - TAIL, 0) - 1, -1):
                 tail: list[int] = prompt[begin:stop].tolist()

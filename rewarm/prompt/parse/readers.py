@@ -1,4 +1,7 @@
-"""Generated text taken apart, by the formats that models answer in."""
+"""Generated text taken apart, by the formats that models answer in.
+
+mlx-lm's parsers know most formats. To add a tool-call format that they do not know, write a
+`Reader` here, as `Harmony` is one, and choose it in `reader_of`."""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from ..messages import Call, Part
 
 class Reader(Protocol):
     def feed(self, text: str) -> list[Part]:
-        """The parts that are certain after some more text, in order."""
+        """Take some more text, and give the parts that are certain now, in order."""
 
     def finish(self) -> list[Part]:
-        """The rest, after the last text."""
+        """Give the rest, after the last text."""
 
 
 class Plain:
-    """Everything is text."""
+    """Reads everything as text."""
 
     def feed(self, text: str) -> list[Part]:
         return [Part("text", text)]
@@ -34,10 +37,10 @@ class Plain:
 
 
 class Parsed:
-    """By mlx-lm's state machine and the model's tool parser.
+    """Reads with mlx-lm's state machine and the model's tool parser.
 
-    The newlines around thinking are the template's, which puts them there again: they are part of
-    neither the thinking nor the answer."""
+    The newlines around thinking belong to neither the thinking nor the answer: the template writes
+    them there again."""
 
     def __init__(self, tokenizer: Any, prompt: Tokens, tools: list[Any] | None) -> None:
         self._tools = tools
@@ -48,9 +51,9 @@ class Parsed:
         self._was: str | None = initial
         self._call = ""
         self._newlines = ""
-        """At the end of the thinking so far."""
+        """The newlines at the end of the thinking so far."""
         self._between = initial == "reasoning"
-        """Nothing but newlines came since thinking began or ended."""
+        """Only newlines came since thinking began or ended."""
 
     def feed(self, text: str) -> list[Part]:
         self._state, segments = TextStateMachine.split(self._state, text)
@@ -92,7 +95,7 @@ class Parsed:
         return text
 
     def _take_call(self, *, closed: bool) -> list[Part]:
-        """The call just written, or its text where it is none after all."""
+        """Take the call that was just written; its text where it cannot be parsed."""
         text, self._call = self._call, ""
         if not text.strip():
             return []
@@ -106,9 +109,9 @@ class Parsed:
 
 
 class Harmony:
-    """GPT-OSS: messages, each with a header that names its channel and its recipient.
+    """Reads GPT-OSS: messages, each with a header that names its channel and its recipient.
 
-    mlx-lm has no parser for it, and its template refuses an answer that comes back unparsed.
+    mlx-lm has no parser for them, and the template refuses an answer that comes back unparsed.
     """
 
     MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
@@ -121,7 +124,8 @@ class Harmony:
     )
 
     def __init__(self, header: str = "", begun: bool = False) -> None:
-        """`header` is that of the message in which the prompt ends, where its body has begun."""
+        """`header` is the header of the message that the prompt ends in; `begun` says that its body
+        has begun."""
         self._header = header
         self._body = ""
         self._was = "body" if begun else "header"
@@ -183,7 +187,7 @@ class Harmony:
         return any(o.startswith(header[: len(o)]) for o in self.OPENINGS)
 
     def _as_text(self) -> list[Part]:
-        """The model does not keep to the format: all of it is its answer."""
+        """Read all of it as text: the model does not keep to the format."""
         text, self._header = self._header, ""
         held = self._state[3]
         self._first = False
@@ -201,7 +205,7 @@ def reader_of(tokenizer: Any, prompt: Tokens, tools: list[Any] | None) -> Reader
 
 
 def call_of(parsed: Any) -> Call:
-    """A parsed call in OpenAI's shape."""
+    """A parsed call in OpenAI's shape. Raises an error where it is none."""
     if not isinstance(parsed["name"], str) or not parsed["name"]:
         raise ValueError("a call needs a name")
     arguments = parsed.get("arguments", {})
@@ -215,7 +219,7 @@ def call_of(parsed: Any) -> Call:
 
 
 def _initial_state(tokenizer: Any, prompt: Tokens) -> str:
-    """The state that the template leaves the answer in: it may have opened the thinking."""
+    """The state in which the answer begins: the template may have opened the thinking."""
     found: str | None = tokenizer.response_initial_state
     if found:
         return found
@@ -227,7 +231,7 @@ def _initial_state(tokenizer: Any, prompt: Tokens) -> str:
 
 
 def _last(prompt: Tokens, wanted: tuple[int, ...]) -> int:
-    """The last place of a sequence, or -1. mlx-lm's own search takes its time."""
+    """The last place of a sequence, or -1. mlx-lm's own search is slow in long prompts."""
     for at in reversed(np.flatnonzero(prompt == wanted[0]).tolist()):
         if tuple(prompt[at : at + len(wanted)].tolist()) == wanted:
             return int(at)
@@ -235,13 +239,13 @@ def _last(prompt: Tokens, wanted: tuple[int, ...]) -> int:
 
 
 def _numbers(tokenizer: Any, tokens: Iterable[str]) -> dict[str, int]:
-    """The numbers of the tokens that the vocabulary has. All of it is slow to ask for."""
+    """The ids of those tokens that the vocabulary has. Asking for the whole vocabulary is slow."""
     found = ((t, tokenizer.convert_tokens_to_ids(t)) for t in tokens)
     return {t: n for t, n in found if n is not None and n != tokenizer.unk_token_id}
 
 
 def _open_message(tokenizer: Any, prompt: Tokens, named: dict[str, int]) -> tuple[str, bool]:
-    """The header of the message that the prompt ends in, and whether its body has begun."""
+    """The header of the message that the prompt ends in; true where its body has begun."""
     others = [n for marker, n in named.items() if marker not in ("<|message|>", "<|channel|>")]
     outside = np.flatnonzero(np.isin(prompt, others))
     message = prompt[int(outside[-1]) + 1 if len(outside) else 0 :]

@@ -1,13 +1,17 @@
-"""The ends of messages in a rendered chat, and the ends among them that no further turn moves."""
+"""The ends of messages in a rendered chat, and the ends among them that no further turn moves.
+
+No template is known by its markers. The chat is rendered with other endings too (`probes.py`), and
+the text that all of them begin with is what no further turn moves. The number of renders does not
+depend on the chat's length, and most of them are of its end only."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from rewarm.values import Boundary, Kind, Message
@@ -15,21 +19,32 @@ from rewarm.values import Boundary, Kind, Message
 from ..chat import Chat
 from ..messages import is_system
 from ..text import common_text
-from .edges import Edges
-from .encoder import Encoded
-from .probes import BEFORE_A_QUESTION, INTERRUPTED, Ways, after_a_question, in_a_loop
+from .encoder import Encoded, Encoder
+from .probes import (
+    BEFORE_A_QUESTION,
+    INTERRUPTED,
+    Common,
+    Unseen,
+    View,
+    Ways,
+    after_a_question,
+    in_a_loop,
+    shortened,
+)
 from .tags import Tags
 from .template import Template
-from .view import Common, Unseen, View, shortened
 
 T = TypeVar("T")
 P = TypeVar("P", bound="tuple[Common | None, ...]")
 
 APART = 8
-"""Tokens between two points that are worth two checkpoints."""
+"""The fewest tokens between two points that are worth two checkpoints."""
 
 KEPT = 512
-"""Chats whose places are remembered."""
+"""The number of chats whose places are remembered."""
+
+SYSTEM_AND_TOOLS = -1
+"""The index of a mark at the end of system and tools."""
 
 
 @dataclass(frozen=True)
@@ -39,38 +54,6 @@ class MessageEnd:
     index: int
     role: str
     position: int
-
-
-Ends = Callable[[], tuple[MessageEnd, ...]]
-"""Found when they are asked for: it takes a render of the whole chat."""
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A chat, its text and its tokens."""
-
-    chat: list[Message]
-    context: Chat
-    """It has the tools and the options that all renders share."""
-    encoded: Encoded
-    continued: bool = False
-    """The answer continues the last message."""
-
-    @property
-    def text(self) -> str:
-        return self.encoded.text
-
-    @property
-    def system(self) -> int:
-        """The number of messages that lead the chat and are the system's."""
-        leading = (i for i, m in enumerate(self.chat) if not is_system(m))
-        return next(leading, len(self.chat))
-
-    @property
-    def user(self) -> int:
-        """The last message of the user; the last of all where there is none."""
-        users = [i for i, m in enumerate(self.chat) if m["role"] == "user"]
-        return users[-1] if users else len(self.chat) - 1
 
 
 class Around(NamedTuple):
@@ -84,134 +67,168 @@ class Around(NamedTuple):
     """After it, where an answer follows."""
 
 
-class Finder:
-    """Finds boundaries in a number of renders that does not depend on the chat's length, most of
-    them of its end only."""
+@dataclass(frozen=True, eq=False)
+class Rendered:
+    """A chat, its text and its tokens, and the places that are found in them."""
 
-    def __init__(self, template: Template, edges: Edges) -> None:
-        self._template = template
-        self._edges = edges
-        self._places = _Places()
+    chat: list[Message]
+    context: Chat
+    """The chat as it was asked for: it has the tools and options that all renders share."""
+    encoded: Encoded
+    template: Template
+    encoder: Encoder
+    places: Places
+    continued: bool = False
+    """The answer continues the last message."""
 
-    def view(self, rendered: Rendered) -> View:
-        """The part of a chat that probes are rendered on."""
-        chat = rendered.chat
-        kept = None if rendered.continued else shortened(chat, rendered.system, rendered.user)
-        text = kept and self._template.attempt(kept.chat, rendered.context)
-        return View.of_end(kept, text, rendered.text) if kept and text else _whole(rendered)
+    @property
+    def text(self) -> str:
+        return self.encoded.text
 
-    def message_ends(self, rendered: Rendered) -> tuple[MessageEnd, ...]:
+    @property
+    def system(self) -> int:
+        """The number of messages that lead the chat and are the system's."""
+        leading = (i for i, m in enumerate(self.chat) if not is_system(m))
+        return next(leading, len(self.chat))
+
+    @cached_property
+    def user(self) -> int:
+        """The last message of the user; the last of all where there is none."""
+        users = [i for i, m in enumerate(self.chat) if m["role"] == "user"]
+        return users[-1] if users else len(self.chat) - 1
+
+    @property
+    def whole(self) -> View:
+        return View(self.chat, self.text, self.user)
+
+    @cached_property
+    def view(self) -> View:
+        """The part of the chat that probes are rendered on."""
+        kept = None if self.continued else shortened(self.chat, self.system, self.user)
+        text = kept and self.template.attempt(kept.chat, self.context)
+        return kept.as_end_of(self.text, text) if kept and text else self.whole
+
+    @cached_property
+    def ends(self) -> tuple[MessageEnd, ...]:
         """Every message whose content the template has copied, by one tagged render."""
-        tags = Tags(rendered.text)
-        tagged = tags.tagged(rendered.chat, continued=rendered.continued)
-        return tuple(
-            MessageEnd(i, rendered.chat[i]["role"], position)
-            for i, position in self._located(rendered, tags, tagged).items()
-        )
+        located = self._located(begin=False).items()
+        return tuple(MessageEnd(i, self.chat[i]["role"], position) for i, position in located)
 
-    def message_begins(self, rendered: Rendered) -> dict[int, int]:
-        """The beginnings of the contents, in tokens, by message; by one more tagged render."""
-        tags = Tags(rendered.text)
-        tagged = tags.begun(rendered.chat, continued=rendered.continued)
-        return self._located(rendered, tags, tagged)
-
-    def _located(self, rendered: Rendered, tags: Tags, chat: list[Message]) -> dict[int, int]:
-        """The positions of the tags, by message."""
-        tagged = self._template.attempt(chat, rendered.context, generation=not rendered.continued)
+    def _located(self, *, begin: bool) -> dict[int, int]:
+        """The positions of the beginnings or the ends of contents, by message."""
+        tags = Tags(self.text)
+        chat = tags.tagged(self.chat, begin=begin, continued=self.continued)
+        tagged = self.template.attempt(chat, self.context, generation=not self.continued)
         if tagged is None:
             return {}
-        places = tags.places(tagged, rendered.text, whole=not rendered.continued)
-        located = ((i, self._edges.end(rendered.encoded, at)) for i, at in places.items())
+        places = tags.places(tagged, self.text, whole=not self.continued)
+        located = ((i, self.encoder.end(self.encoded, at)) for i, at in places.items())
         return {i: position for i, position in located if position is not None}
 
-    def generation(self, rendered: Rendered, view: View, ends: Ends) -> int:
+    @cached_property
+    def generation(self) -> int:
         """The begin of the generation prompt, or of the answer that is continued."""
-        chat = view.chat[:-1] if rendered.continued else view.chat
-        without = chat and self._template.attempt(chat, rendered.context, generation=False)
-        if without and without != view.text:
-            try:
-                at = view.of_whole(common_text(view.text, without))
-            except Unseen:
-                return self.generation(rendered, _whole(rendered), ends)
-            return self._edges.end(rendered.encoded, at) or 0
-        # The template writes it always, or never: it is somewhere after the last message.
-        last = len(rendered.chat) - 1 - rendered.continued
-        return max((e.position for e in ends() if e.index == last), default=0)
+        return self._seen(self.view, self._generation)
 
-    def boundaries(
-        self, rendered: Rendered, view: View, ends: Ends, *, every_turn: bool
-    ) -> tuple[Boundary, ...]:
+    def _generation(self, view: View) -> int:
+        chat = view.chat[:-1] if self.continued else view.chat
+        without = chat and self.template.attempt(chat, self.context, generation=False)
+        if without and without != view.text:
+            at = view.of_whole(common_text(view.text, without))
+            return self.encoder.end(self.encoded, at) or 0
+        # The template writes it always, or never: it is somewhere after the last message.
+        last = len(self.chat) - 1 - self.continued
+        return max((e.position for e in self.ends if e.index == last), default=0)
+
+    def boundaries(self, *, every_turn: bool) -> tuple[Boundary, ...]:
         """The boundaries that placement uses; `every_turn` adds those of all earlier turns, by a
         rule that gives the same positions again in every later turn."""
-        found = _boundary(self._system(rendered), "system")
-        around = self._around(rendered, view, every_turn)
-        user = self._position(rendered, around.user)
+        found = _boundary(self._system_end(), "system")
+        around = self._around(every_turn)
+        user = self._position(around.user)
         if every_turn:
-            found += _of_every_turn(rendered, ends(), user or 0)
+            found += self._of_every_turn(user or 0)
         else:
-            found += _boundary(self._position(rendered, around.turn), "turn")
+            found += _boundary(self._position(around.turn), "turn")
             found += _boundary(user, "user")
-        if len(rendered.chat) > rendered.user + 1 and not rendered.continued:
+        if len(self.chat) > self.user + 1 and not self.continued:
             # Until the next message of the user: then thinking may go from all of it.
-            loop = _seen(rendered, view, lambda view: self._loop(view, rendered.context))
-            found += _beyond(found, self._position(rendered, loop), "turn", 1)
+            loop = self._position(self._seen(self.view, self._loop))
+            found += _beyond(found, loop, "turn", 1)
         elif not every_turn:
             # Only where an answer follows, not another message of the user.
-            found += _beyond(found, self._position(rendered, around.answered), "user", APART)
-        return _distinct(found, len(rendered.encoded.tokens))
+            found += _beyond(found, self._position(around.answered), "user", APART)
+        return _distinct(found, len(self.encoded.tokens))
 
-    def _system(self, rendered: Rendered) -> int | None:
-        """The end of system and tools, which other chats have, too."""
-        chat, context = rendered.chat[: rendered.system], rendered.context
+    def marks(self, marked: Iterable[int], boundaries: Iterable[Boundary]) -> tuple[int, ...]:
+        """The positions of marked messages' ends. A message without text, such as a tool call, is
+        marked where the next message's text begins, or else where the nearest text before it
+        ends."""
+        wanted = set(marked)
+        places = {e.index: e.position for e in self.ends}
+        places.update((SYSTEM_AND_TOOLS, b.position) for b in boundaries if b.kind == "system")
+        last = len(self.chat) - 1
+        lost = sorted(m for m in wanted - places.keys() if 0 <= m <= last)
+        begins = self._located(begin=True) if lost and lost[0] < last else {}
+        found = dict(places)
+        for m in lost:
+            place = begins.get(m + 1)
+            if m == last:
+                loop = [b.position for b in boundaries if b.kind == "turn" and not b.durable]
+                place = self.generation if self.continued or not loop else max(loop)
+            place = place or max((p for i, p in places.items() if i < m), default=0)
+            if place:
+                found[m] = place
+        return tuple(sorted({found[m] for m in wanted if m in found}))
+
+    def _system_end(self) -> int | None:
+        """The end of system and tools, which other chats share."""
+        chat = self.chat[: self.system]
 
         def probed() -> tuple[Common | None]:
-            return (_whole(rendered).common(self._probe(chat, context, BEFORE_A_QUESTION)),)
+            return (self.whole.common(self._probe(chat, BEFORE_A_QUESTION)),)
 
-        key = _digest("system", chat, context)
-        position = self._position(rendered, *self._places.of(key, rendered.text, probed))
+        key = _digest("system", chat, self.context)
+        position = self._position(*self.places.of(key, self.text, probed))
         # With nothing before the chat but the header of its first message, there is no such end.
-        alone = not (chat or context.tools) and (position or 0) < 2 * APART
+        alone = not (chat or self.context.tools) and (position or 0) < 2 * APART
         return None if alone else position
 
-    def _around(self, rendered: Rendered, view: View, every_turn: bool) -> Around:
-        """The steps of a tool loop ask for it again and again."""
-        if not view.has_steps:
-            # How the view ends says nothing of where the question is.
-            view = _whole(rendered)
+    def _around(self, every_turn: bool) -> Around:
+        """The places around the question. Every step of a tool loop asks for them again."""
+        # How a view without all steps ends says nothing of where the question is.
+        view = self.view if self.view.has_steps else self.whole
 
-        def probed(view: View) -> Around:
-            return self._probed(rendered, view, every_turn)
+        def probed() -> Around:
+            return self._seen(view, lambda view: self._probed(view, every_turn))
 
-        asked = rendered.chat[: rendered.user + 1]
-        key = _digest(f"question {every_turn}", asked, rendered.context)
-        return self._places.of(key, rendered.text, partial(_seen, rendered, view, probed))
+        key = _digest(f"question {every_turn}", self.chat[: self.user + 1], self.context)
+        return self.places.of(key, self.text, probed)
 
-    def _probed(self, rendered: Rendered, view: View, every_turn: bool) -> Around:
-        context = rendered.context
+    def _probed(self, view: View, every_turn: bool) -> Around:
         before, asked = view.chat[: view.user], view.chat[: view.user + 1]
         turn = None
-        if view.user > rendered.system and not every_turn:
-            turn = view.common(self._probe(before, context, BEFORE_A_QUESTION))
-        answered = self._probe(asked, context, after_a_question(context.tools))
+        if view.user > self.system and not every_turn:
+            turn = view.common(self._probe(before, BEFORE_A_QUESTION))
+        answered = self._probe(asked, after_a_question(self.context.tools))
         if not answered:
             return Around(turn, None, None)
         # The question itself, whatever follows it in this chat.
-        last = len(asked) == len(view.chat) and not rendered.continued
-        alone = view.text if last else self._template.attempt(asked, context)
+        last = len(asked) == len(view.chat) and not self.continued
+        alone = view.text if last else self.template.attempt(asked, self.context)
         answered += [alone] if alone is not None else []
-        others = self._probe(asked, context, INTERRUPTED) or []
+        others = self._probe(asked, INTERRUPTED) or []
         return Around(turn, view.common([*answered, *others]), view.common(answered))
 
-    def _loop(self, view: View, context: Chat) -> Common | None:
-        return view.common(self._probe(view.chat, context, in_a_loop(context.tools)))
+    def _loop(self, view: View) -> Common | None:
+        return view.common(self._probe(view.chat, in_a_loop(self.context.tools)))
 
-    def _probe(
-        self, chat: list[Message], context: Chat, endings: Iterable[Ways]
-    ) -> list[str] | None:
-        """The chat with each of the endings; None where the template refuses one it needs."""
+    def _probe(self, chat: list[Message], endings: Iterable[Ways]) -> list[str] | None:
+        """Render the chat with each of the endings; None where the template refuses one that is
+        needed."""
         renders = []
         for ways in endings:
-            attempts = (self._template.attempt([*chat, *e], context) for e in ways.endings)
+            attempts = (self.template.attempt([*chat, *e], self.context) for e in ways.endings)
             accepted = next((a for a in attempts if a is not None), None)
             if accepted is not None:
                 renders.append(accepted)
@@ -219,18 +236,34 @@ class Finder:
                 return None
         return renders
 
-    def _position(self, rendered: Rendered, common: Common | None) -> int | None:
+    def _seen(self, view: View, find: Callable[[View], T]) -> T:
+        """Find something in a view, or else in the whole chat."""
+        try:
+            return find(view)
+        except Unseen:
+            return find(self.whole)
+
+    def _position(self, common: Common | None) -> int | None:
         """The number of tokens that the prompt and the probes begin with alike."""
-        if common is None:
-            return None
-        return self._edges.edge(rendered.encoded, common.at, common.tails)
+        return self.encoder.edge(self.encoded, common.at, common.tails) if common else None
+
+    def _of_every_turn(self, proven: int) -> Iterable[Boundary]:
+        """The ends of the user's messages, and of those before them. The ends inside a tool loop
+        are left out: they would be new to the grid once the loop is over."""
+        roles = [m["role"] for m in self.chat]
+        kinds: dict[int, Kind] = {self.user: "user", self.user - 1: "turn"}
+        for end in self.ends:
+            i = end.index
+            turns = roles[i] == "user" or (i + 1 < len(roles) and roles[i + 1] == "user")
+            if turns and self.system <= i <= self.user and end.position <= proven:
+                yield Boundary(end.position, kinds.get(i))
 
 
-class _Places:
-    """Places found in earlier chats that began with the same messages.
+class Places:
+    """Remembers places of chats that begin with the same messages.
 
-    Only places that these messages alone decide are kept. How a chat goes on never counts for
-    another one: the grid of `exact` would depend on which chat came first.
+    Only places that these messages alone decide are remembered. Otherwise the grid of `exact` would
+    depend on which chat came first.
     """
 
     def __init__(self) -> None:
@@ -240,7 +273,7 @@ class _Places:
     def of(self, key: bytes, text: str, find: Callable[[], P]) -> P:
         with self._lock:
             known = self._known.get(key)
-        # A template may write the date: then what is remembered is yesterday's.
+        # A template may write the date, so that the remembered text is yesterday's.
         if known is None or known[0] != _text_digest(text[: _furthest(known[1])]):
             found = find()
             if not all(place.goes_with for place in found if place is not None):
@@ -259,38 +292,12 @@ def _furthest(places: Iterable[Common | None]) -> int:
     return max((place.at for place in places if place is not None), default=0)
 
 
-def _whole(rendered: Rendered) -> View:
-    return View(rendered.chat, rendered.text, rendered.user)
-
-
-def _seen(rendered: Rendered, view: View, find: Callable[[View], T]) -> T:
-    """Find something in a view, or else in the whole chat."""
-    try:
-        return find(view)
-    except Unseen:
-        return find(_whole(rendered))
-
-
-def _of_every_turn(
-    rendered: Rendered, ends: Sequence[MessageEnd], proven: int
-) -> Iterable[Boundary]:
-    """The ends of the user's messages, and of those before them. The ends inside a tool loop are
-    left out: they would be new to the grid once the loop is over."""
-    roles = [m["role"] for m in rendered.chat]
-    kinds: dict[int, Kind] = {rendered.user: "user", rendered.user - 1: "turn"}
-    for end in ends:
-        i = end.index
-        turns = roles[i] == "user" or (i + 1 < len(roles) and roles[i + 1] == "user")
-        if turns and rendered.system <= i <= rendered.user and end.position <= proven:
-            yield Boundary(end.position, kinds.get(i))
-
-
 def _boundary(position: int | None, kind: Kind) -> list[Boundary]:
     return [] if position is None else [Boundary(position, kind)]
 
 
 def _beyond(found: list[Boundary], position: int | None, kind: Kind, apart: int) -> list[Boundary]:
-    """One that is not durable, where it lies after the others."""
+    """A boundary that is not durable, where it lies after the others."""
     last = max((b.position for b in found), default=0)
     if position is None or position < last + apart:
         return []
@@ -298,7 +305,8 @@ def _beyond(found: list[Boundary], position: int | None, kind: Kind, apart: int)
 
 
 def _distinct(found: list[Boundary], stop: int) -> tuple[Boundary, ...]:
-    """In order, one for each position: a durable one rather than another, one with a kind first."""
+    """The boundaries in order, one for each position: rather a durable one, rather one with a
+    kind."""
     best: dict[int, Boundary] = {}
     for boundary in sorted(found, key=_rank):
         # The last token of a prompt is left to the first decode step.

@@ -1,7 +1,10 @@
-"""Text to tokens, each text only from where it differs from earlier ones.
+"""Text to tokens, and the token positions of places in a text that no other ending moves.
 
-Encoding that starts at an added token (`<|im_start|>`) gives what it gives in the middle of a text:
-tokenizers cut the text there first. So such places, *anchors*, are where work is taken up again.
+A text is encoded only from where it differs from earlier ones.
+
+Tokenizers cut a text at added tokens (`<|im_start|>`) first. So encoding that starts at such a
+token gives the same tokens as in the middle of a text. These places are the *anchors* where
+encoding starts again.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -20,11 +24,31 @@ import numpy as np
 from rewarm.errors import InvalidPrompt
 from rewarm.values import Tokens
 
-from ..text import common_text
+from ..text import common_text, common_tokens
 
 KEPT_TEXTS = 256
 KEPT_CHARACTERS = 16_000_000
 
+FOLLOWERS = ("Aa", "a", "1", " x", "  ", "\n", "\n\n", ".", '"', "\\n", "{", "[", "<", "é", "中")
+"""Beginnings of messages. A token that one of them changes is not common to all endings."""
+
+FAR = 16384
+"""Characters between a place and an anchor beyond which the position is not looked for."""
+
+FAR_END = 4096
+"""The same for the ends of messages, of which there may be many."""
+
+NEAR = 96
+"""Characters before a place that decide which of its tokens another ending changes."""
+
+IN_STEP = 4
+"""Tokens in which a short text must agree with the whole one to be taken for a part of it."""
+
+KEPT_HEADS = 4096
+LONGEST_HEAD = 512
+"""Characters of a text whose common tokens are remembered."""
+
+_space = re.compile(r"\s*")
 _start, _stop = attrgetter("start"), attrgetter("stop")
 
 
@@ -43,7 +67,7 @@ class Encoded:
     anchors: Sequence[Anchor]
 
     def anchor_within(self, characters: int) -> Anchor | None:
-        """The last anchor that lies within so many characters."""
+        """The last anchor that ends within so many characters."""
         index = bisect_right(self.anchors, characters, key=_stop)
         return self.anchors[index - 1] if index else None
 
@@ -65,9 +89,10 @@ class Encoder:
         self._texts: OrderedDict[str, Encoded] = OrderedDict()
         self._lock = threading.Lock()
         self._encoding = threading.Lock()
+        self._remembered = lru_cache(KEPT_HEADS)(self._common)
 
     def encode(self, text: str) -> Encoded:
-        """The tokens of a text; only what follows the last anchor known from before is encoded."""
+        """Encode a text from the last anchor on that it shares with a known text."""
         known, anchor = self._nearest(text)
         if known is not None and known.text == text:
             self._remember(known, None)
@@ -79,12 +104,12 @@ class Encoder:
             start, tokens = anchor.start, known.tokens[: anchor.token]
         new = self.tokens(text[start:])
         more = self._anchors(text, start, new, len(tokens))
-        # All or none: what is known of a text does not depend on which texts came before it.
+        # All or none, so that the anchors of a text do not depend on the texts before it.
         anchors = () if more is None else (*before, *more)
         whole = np.concatenate([tokens, new])
         whole.flags.writeable = False
         found = Encoded(text, whole, anchors)
-        # An earlier turn's text, all of it but the generation prompt, is of no more use.
+        # The text of an earlier turn is of no more use: this one has all but its generation prompt.
         covered = known is not None and anchor in known.anchors[-4:]
         self._remember(found, known.text if known is not None and covered else None)
         return found
@@ -99,8 +124,62 @@ class Encoder:
             raise InvalidPrompt(f"the text cannot be tokenised: {error}") from error
         return np.asarray(tokens, dtype=np.int32)
 
+    def end(self, whole: Encoded, at: int) -> int | None:
+        """The position of a message's end: before the added token that follows it, or else by the
+        text before it only. None where it is too far from an anchor."""
+        space = _space.match(whole.text, at)
+        after = whole.anchor_from(at)
+        if after is not None and space is not None and after.start <= space.end():
+            return after.token
+        return self._edge(whole, at, (), FAR_END if after is not None else 0, FAR_END)
+
+    def edge(self, whole: Encoded, at: int, tails: tuple[str, ...]) -> int | None:
+        """The number of tokens that stay the same whatever follows the first `at` characters.
+
+        `tails` are texts that are known to follow. None where it is too far from an anchor.
+        """
+        return self._edge(whole, at, tails, FAR, FAR)
+
+    def _edge(
+        self, whole: Encoded, at: int, tails: tuple[str, ...], most_after: int, most_before: int
+    ) -> int | None:
+        before, after = whole.anchor_within(at), whole.anchor_from(at)
+        start, index = (before.start, before.token) if before else (0, 0)
+        stop, last = (after.start, after.token) if after else (len(whole.text), len(whole.tokens))
+        if at - start > 2 * NEAR and stop - at <= most_after:
+            found = self._from_the_end(whole, at, stop, last, tails)
+            if found is not None:
+                return found
+        if at - start > most_before:
+            return None
+        same = self._same(whole.text[start:at], tails)
+        return index + common_tokens(same, whole.tokens[index:])
+
+    def _from_the_end(
+        self, whole: Encoded, at: int, stop: int, last: int, tails: tuple[str, ...]
+    ) -> int | None:
+        """Find the position by a short text around the place; `last` is the position of `stop`."""
+        near = whole.text[at - NEAR : at]
+        mine = self.tokens(near + whole.text[at:stop])
+        same = common_tokens(self._same(near, tails), mine)
+        position = last - (len(mine) - same)
+        in_step = whole.tokens[position - IN_STEP : last]
+        if same < IN_STEP or not np.array_equal(in_step, mine[same - IN_STEP :]):
+            return None
+        return position
+
+    def _same(self, head: str, tails: tuple[str, ...]) -> Tokens:
+        """The tokens that a text begins with, whatever follows it."""
+        return (self._remembered if len(head) <= LONGEST_HEAD else self._common)(head, tails)
+
+    def _common(self, head: str, tails: tuple[str, ...]) -> Tokens:
+        same = self.tokens(head)
+        for tail in (*tails, *FOLLOWERS):
+            same = same[: common_tokens(same, self.tokens(head + tail))]
+        return same
+
     def _nearest(self, text: str) -> tuple[Encoded | None, Anchor | None]:
-        """The known text that has most in common with this one, and the last anchor in that."""
+        """The known text that begins most like this one, and the last anchor that both have."""
         with self._lock:
             texts = list(self._texts.values())
         nearest: tuple[Encoded | None, Anchor | None] = (None, None)
@@ -114,7 +193,7 @@ class Encoder:
         return nearest
 
     def _anchors(self, text: str, start: int, tokens: Tokens, before: int) -> list[Anchor] | None:
-        """The places of added tokens, in characters and in tokens; None where the two disagree."""
+        """The places of added tokens; None where the text and the tokens disagree on them."""
         if self._pattern is None:
             return []
         matches = list(self._pattern.finditer(text, start))
@@ -138,7 +217,7 @@ class Encoder:
 
 
 def _anchor_tokens(tokenizer: Any) -> dict[str, int]:
-    """The added tokens that a text can be cut before without changing its other tokens."""
+    """The added tokens before which a text can be cut without a change of its other tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     added = getattr(tokenizer, "added_tokens_decoder", None)
     if backend is None or not added:

@@ -1,16 +1,20 @@
-"""Other endings of a chat. What all of them begin with is what no further turn moves."""
+"""Other endings of a chat, and the part of a chat that they are rendered on.
+
+The text that all endings begin with is what no further turn moves. They are rendered on the end of
+the chat, if that renders as it does in the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from rewarm.values import Message
 
 from ..messages import REASONING
+from ..text import common_end, common_text
 
-# Questions that share no first character, so that what they have in common is the chat before them.
+# The questions share no first character, so that they have only the chat before them in common.
 QUESTION: Message = {"role": "user", "content": "A question?"}
 OTHER: Message = {"role": "user", "content": "1"}
 
@@ -29,7 +33,7 @@ Ending = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Ways:
-    """An ending that a boundary must hold for, and what to try where the template refuses it."""
+    """An ending that a boundary must hold for, and others to try where a template refuses it."""
 
     endings: tuple[Ending, ...]
     needed: bool = True
@@ -40,22 +44,22 @@ BEFORE_A_QUESTION = (
     Ways(((QUESTION, ANSWER, OTHER), (QUESTION,))),
     Ways(((OTHER, QUESTION), (OTHER,))),
 )
-"""The ways in which a chat goes on that is the user's to continue. Two questions in a row show the
-templates that move earlier text to the last one."""
+"""The endings where it is the user's turn. Two questions in a row reveal templates that move
+earlier text to the last question."""
 
 ANSWERED = (Ways(((ANSWER, QUESTION),)), Ways(((THOUGHT, QUESTION),), needed=False))
 
 INTERRUPTED = (Ways(((OTHER,),), needed=False),)
-"""Another message of the user comes instead of an answer."""
+"""The ending where another message of the user comes instead of an answer."""
 
 
 def after_a_question(tools: list[Any] | None) -> tuple[Ways, ...]:
-    """The ways in which a chat goes on after the user's message."""
+    """The endings after a message of the user."""
     return (*ANSWERED, Ways((called(tools),), needed=False)) if tools else ANSWERED
 
 
 def in_a_loop(tools: list[Any] | None) -> tuple[Ways, ...]:
-    """The ways in which a chat goes on after a tool's result."""
+    """The endings after a tool's result."""
     return (
         Ways((called(tools), (ANSWER, QUESTION))),
         Ways((called(tools, thought="Hm."), (THOUGHT, QUESTION)), needed=False),
@@ -76,14 +80,14 @@ def called(tools: list[Any] | None, thought: str | None = None) -> Ending:
 
 
 def _name(tool: Any) -> str:
-    """A tool's name, as templates may look it up."""
+    """The name of a tool: templates may look it up."""
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) and name else NAME
 
 
 def results(calls: Iterable[dict[str, Any]], text: str, *, named: bool = False) -> Ending:
-    """A result for each call."""
+    """A message with a result for each call."""
     return tuple(
         {
             "role": "tool",
@@ -93,3 +97,99 @@ def results(calls: Iterable[dict[str, Any]], text: str, *, named: bool = False) 
         }
         for call in calls
     )
+
+
+TURNS = 2
+"""Questions before the last one that are kept."""
+
+STEPS = 4
+"""Steps at the end of a tool loop that are kept."""
+
+WORTH = 8
+"""The fewest messages left out that are worth one more render."""
+
+TAIL = 32
+"""Characters of a probe after the common text that decide which tokens it changes."""
+
+
+class Unseen(Exception):
+    """A place lies before the part that a view shows."""
+
+
+class Common(NamedTuple):
+    """A place in a prompt that other endings do not move."""
+
+    at: int
+    """In characters."""
+    tails: tuple[str, ...]
+    """The texts with which the other endings go on from there."""
+    goes_with: bool = True
+    """The prompt agrees with the other endings as far as they agree with each other: the place does
+    not depend on how this prompt goes on."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A chat with its text, or the end of a chat with the text of that.
+
+    The end leaves out most earlier turns, and most steps of a loop that is under way."""
+
+    chat: list[Message]
+    text: str
+    user: int
+    has_steps: bool = True
+    """Everything after the last question is there."""
+    begins: int = 0
+    """The character from which on the text is the end of the whole text."""
+    left_out: int = 0
+    """The number of characters that only the whole text has."""
+
+    def as_end_of(self, whole: str, text: str) -> View:
+        """The view with its text, which ends as the whole one does."""
+        begins = len(text) - common_end(text, whole)
+        return replace(self, text=text, begins=begins, left_out=len(whole) - len(text))
+
+    def of_whole(self, at: int) -> int:
+        """The same place in the whole text. Raises Unseen."""
+        if at < self.begins:
+            raise Unseen
+        return at + self.left_out
+
+    def common(self, renders: Sequence[str] | None) -> Common | None:
+        """The place up to which the text and these renders are alike. Raises Unseen."""
+        if not renders:
+            return None
+        agreed = min(common_text(renders[0], r) for r in renders)
+        at = min(agreed, common_text(self.text, renders[0]))
+        tails = tuple(r[at : at + TAIL] for r in renders)
+        return Common(self.of_whole(at), tails, goes_with=at == agreed)
+
+
+def shortened(chat: list[Message], system: int, user: int) -> View | None:
+    """The end of a chat, without its text; None where little could be left out.
+
+    A template may treat the first message of a kind in its own way, or every message that says what
+    the last question says. So a message of each kind is kept, and every such question."""
+    if len(chat) <= WORTH:
+        return None
+    before, after = range(system, user), range(user + 1, len(chat))
+    questions = [i for i in before if chat[i]["role"] == "user"]
+    steps = [i for i in after if chat[i]["role"] == "assistant"]
+    same = [i for i in questions if chat[i]["content"] == chat[user]["content"]]
+    first = _latest(chat, before, questions[: max(len(questions) - TURNS + 1, 0)], same)
+    last = _latest(chat, after, steps[: max(len(steps) - STEPS + 1, 0)], [])
+    kept = [*chat[:system], *chat[first : user + 1], *chat[last:]]
+    if len(kept) + WORTH > len(chat):
+        return None
+    return View(kept, "", system + user - first, has_steps=last == user + 1)
+
+
+def _latest(chat: list[Message], span: range, starts: list[int], needed: list[int]) -> int:
+    """The last of the starts that has a message of each kind after it, and all that is needed."""
+    of_kind = {_kind(chat[i]): i for i in span}
+    bound = min([*of_kind.values(), *needed], default=span.start)
+    return max((i for i in starts if i <= bound), default=span.start)
+
+
+def _kind(message: Message) -> tuple[str, bool, bool]:
+    return message["role"], bool(message.get("tool_calls")), bool(message.get(REASONING[0]))

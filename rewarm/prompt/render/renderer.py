@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -15,12 +15,11 @@ from rewarm.values import Boundary, Message, Tokens
 from ..chat import Chat, chat_of
 from ..messages import REASONING
 from ..text import common_text
-from .boundaries import Ends, Finder, MessageEnd, Rendered
-from .edges import Edges
+from .boundaries import MessageEnd, Places, Rendered
 from .encoder import Encoder
-from .probes import OTHER, QUESTION, RESULTS, results
+from .probes import OTHER, QUESTION, RESULTS, TAIL, results
 from .tags import Tags
-from .template import Refused, Template
+from .template import Template, TemplateRefusal
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,14 @@ class Prompt:
     """Positions of explicit marks."""
     generation: int = 0
     """The begin of the generation prompt, or of the answer that is continued."""
-    locate: Ends = tuple
+    rendered: Rendered | None = None
+    """The chat that it is of, or the beginning of; None for a plain text."""
 
-    @property
+    @cached_property
     def ends(self) -> tuple[MessageEnd, ...]:
-        """Every message that can be located."""
-        return self.locate()
+        """Every message that can be located. This takes a render of the whole chat."""
+        ends = self.rendered.ends if self.rendered is not None else ()
+        return tuple(e for e in ends if e.position <= len(self.tokens))
 
 
 class ChatRenderer:
@@ -49,8 +50,7 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self._template = Template(tokenizer)
         self._encoder = Encoder(tokenizer)
-        self._edges = Edges(self._encoder)
-        self._finder = Finder(self._template, self._edges)
+        self._places = Places()
 
     def render(
         self,
@@ -62,7 +62,7 @@ class ChatRenderer:
         marked: Iterable[int] = (),
         **template_options: Any,
     ) -> Prompt:
-        """The prompt of messages in any spelling, with the options of a chat."""
+        """Make the prompt of messages in any spelling, with the options of a `Chat`."""
         chat = chat_of(
             messages,
             tools,
@@ -73,7 +73,7 @@ class ChatRenderer:
         return self.prompt(chat, every_turn=every_turn)
 
     def prompt(self, chat: Chat, *, every_turn: bool = False) -> Prompt:
-        """The prompt of a chat.
+        """Make the prompt of a chat.
 
         `every_turn` gives the boundaries of all earlier turns too, which the grid of `exact` needs.
         """
@@ -83,13 +83,16 @@ class ChatRenderer:
             said = said[:-1]
         try:
             text = self._continued(said, chat) if continued else self._template.render(said, chat)
-        except Refused as refused:
-            raise InvalidPrompt(str(refused)) from refused
-        encoded = self._encoder.encode(text)
-        return self._prompt(Rendered(said, chat, encoded, continued), every_turn, chat.marked)
+        except TemplateRefusal as refusal:
+            raise InvalidPrompt(str(refusal)) from refusal
+        rendered = self._rendered(said, chat, text, continued)
+        boundaries = rendered.boundaries(every_turn=every_turn)
+        marks = rendered.marks(chat.marked, boundaries) if chat.marked else ()
+        tokens = rendered.encoded.tokens
+        return Prompt(tokens, boundaries, marks, rendered.generation, rendered)
 
     def ahead(self, answered: Chat, *, every_turn: bool = False) -> Prompt | None:
-        """The beginning of the next turn's prompt, after the answer that ends this chat. None
+        """Make the beginning of the next turn's prompt, after the answer that ends this chat. None
         where the template refuses to go on."""
         chat = answered.messages
         calls = chat[-1].get("tool_calls")
@@ -102,66 +105,21 @@ class ChatRenderer:
         if first is None or other is None:
             return None
         at = common_text(first, other)
-        rendered = Rendered([*chat, *endings[0]], answered, self._encoder.encode(first))
-        stop = self._edges.edge(rendered.encoded, at, [first[at : at + 32], other[at : at + 32]])
+        rendered = self._rendered([*chat, *endings[0]], answered, first)
+        tails = (first[at : at + TAIL], other[at : at + TAIL])
+        stop = self._encoder.edge(rendered.encoded, at, tails)
         if not stop:
             return None
-        whole = self._prompt(rendered, every_turn, ())
-        return Prompt(
-            whole.tokens[:stop],
-            tuple(b for b in whole.boundaries if b.position <= stop),
-            generation=stop,
-            locate=lambda: tuple(e for e in whole.ends if e.position <= stop),
-        )
+        boundaries = rendered.boundaries(every_turn=every_turn)
+        before = tuple(b for b in boundaries if b.position <= stop)
+        return Prompt(rendered.encoded.tokens[:stop], before, (), stop, rendered)
 
-    def _prompt(self, rendered: Rendered, every_turn: bool, marked: Iterable[int]) -> Prompt:
-        ends = cache(lambda: self._finder.message_ends(rendered))
-        view = self._finder.view(rendered)
-        boundaries = self._finder.boundaries(rendered, view, ends, every_turn=every_turn)
-        generation = self._finder.generation(rendered, view, ends)
-        marks = self._marks(rendered, marked, boundaries, generation, ends) if marked else ()
-        return Prompt(rendered.encoded.tokens, boundaries, marks, generation, ends)
-
-    def _marks(
-        self,
-        rendered: Rendered,
-        marked: Iterable[int],
-        boundaries: Sequence[Boundary],
-        generation: int,
-        ends: Ends,
-    ) -> tuple[int, ...]:
-        """The positions of marked messages' ends."""
-        wanted = set(marked)
-        places = {e.index: e.position for e in ends()}
-        places.update((-1, b.position) for b in boundaries if b.kind == "system")
-        lost = sorted(m for m in wanted - places.keys() if 0 <= m < len(rendered.chat))
-        if lost:
-            places |= self._nearest(rendered, lost, places, boundaries, generation)
-        return tuple(sorted({places[m] for m in wanted if m in places}))
-
-    def _nearest(
-        self,
-        rendered: Rendered,
-        wanted: list[int],
-        places: dict[int, int],
-        boundaries: Sequence[Boundary],
-        generation: int,
-    ) -> dict[int, int]:
-        """Places for the ends of messages that have no text, such as tool calls: where the next
-        message's text begins, or else where the nearest text before them ends."""
-        last = len(rendered.chat) - 1
-        begins: dict[int, int] = {}
-        if wanted[0] < last:
-            begins = self._finder.message_begins(rendered)
-        loop = [b.position for b in boundaries if b.kind == "turn" and not b.durable]
-        after = generation if rendered.continued else max(loop, default=generation)
-        found: dict[int, int] = {}
-        for m in wanted:
-            before = max((p for i, p in places.items() if i < m), default=0)
-            place = (after if m == last else begins.get(m + 1)) or before
-            if place:
-                found[m] = place
-        return found
+    def _rendered(
+        self, chat: list[Message], context: Chat, text: str, continued: bool = False
+    ) -> Rendered:
+        encoded = self._encoder.encode(text)
+        tools = (self._template, self._encoder, self._places)
+        return Rendered(chat, context, encoded, *tools, continued)
 
     def _continued(self, chat: list[Message], context: Chat) -> str:
         """The text up to the end of the last message's content, whatever a template adds there."""
@@ -169,12 +127,14 @@ class ChatRenderer:
         tagged = self._template.render(tags.tagged(chat, continued=True), context, generation=False)
         text = tags.before_last(tagged)
         if text is None:
-            raise Refused("the chat template leaves out the last message, which is to be continued")
+            raise TemplateRefusal(
+                "the chat template leaves out the last message, which is to be continued"
+            )
         return text
 
 
 def _is_begun(chat: list[Message]) -> bool:
-    """There is an answer to continue; an empty one is only an answer to begin."""
+    """The last message is an answer to continue; an empty one is only an answer to begin."""
     last = chat[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         raise InvalidPrompt("only a last message of the assistant, with text, can be continued")

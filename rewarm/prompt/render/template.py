@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from rewarm.values import Message
@@ -14,8 +14,8 @@ from ..messages import rewordings, system_for_developer
 WORDS = "Rewarm asks"
 
 
-class Refused(Exception):
-    """The template raised; the message is its own."""
+class TemplateRefusal(Exception):
+    """The template raised an error, whose message this one has."""
 
 
 class Template:
@@ -23,31 +23,32 @@ class Template:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._developer: bool | None = None
-        self._parts: bool | None = None
 
     def render(self, chat: list[Message], context: Chat, *, generation: bool = True) -> str:
         """The text of canonical messages, with the tools and options of `context`. Raises
-        Refused."""
+        TemplateRefusal."""
         if not getattr(self._tokenizer, "has_chat_template", True):
-            raise Refused("this model has no chat template: use completions, with text or tokens")
-        if any(m["role"] == "developer" for m in chat) and not self._takes_developer():
+            raise TemplateRefusal(
+                "this model has no chat template: use completions, with text or tokens"
+            )
+        if any(m["role"] == "developer" for m in chat) and not self._takes_developer:
             chat = system_for_developer(chat)
-        first: Refused | None = None
+        refusal: TemplateRefusal | None = None
         for way in rewordings(chat):
-            if self._wants_parts():
+            if self._wants_parts:
                 way = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in way]
             try:
                 return self._render(way, context, generation)
-            except Refused as refused:
-                first = first or refused
-        raise first or Refused("there is nothing to render")
+            except TemplateRefusal as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
 
     def attempt(self, chat: list[Message], context: Chat, *, generation: bool = True) -> str | None:
-        """As `render`, for a probe: None where the template refuses it."""
+        """Render a probe; None where the template refuses it."""
         try:
             return self.render(chat, context, generation=generation)
-        except Refused:
+        except TemplateRefusal:
             return None
 
     def _render(self, chat: list[Message], context: Chat, generation: bool) -> str:
@@ -59,26 +60,26 @@ class Template:
                 chat, tools=context.tools, add_generation_prompt=generation, tokenize=False
             )
         except RecursionError:
-            raise Refused("the messages or tools are nested too deeply") from None
+            raise TemplateRefusal("the messages or tools are nested too deeply") from None
         except Exception as error:  # a template may fail in any way over what it is given
             words = str(error).strip() or type(error).__name__
-            raise Refused(f"the chat template refuses these messages: {words}") from error
+            raise TemplateRefusal(f"the chat template refuses these messages: {words}") from error
         if not isinstance(text, str):
-            raise Refused(f"the chat template gave a {type(text).__name__} instead of a text")
+            raise TemplateRefusal(
+                f"the chat template gave a {type(text).__name__} instead of a text"
+            )
         return text
 
+    @cached_property
     def _takes_developer(self) -> bool:
         """The role "developer" reaches the prompt: some templates drop it in silence."""
-        if self._developer is None:
-            self._developer = self._shows("developer", WORDS)
-        return self._developer
+        return self._shows("developer", WORDS)
 
+    @cached_property
     def _wants_parts(self) -> bool:
         """The template shows contents only as lists of parts, as for images."""
-        if self._parts is None:
-            parts = [{"type": "text", "text": WORDS}]
-            self._parts = not self._shows("user", WORDS) and self._shows("user", parts)
-        return self._parts
+        parts = [{"type": "text", "text": WORDS}]
+        return not self._shows("user", WORDS) and self._shows("user", parts)
 
     def _shows(self, role: str, content: Any) -> bool:
         chat: list[Message] = [{"role": role, "content": content}]
@@ -86,5 +87,5 @@ class Template:
             chat.append({"role": "user", "content": "Hm?"})
         try:
             return WORDS in self._render(chat, Chat(chat), True)
-        except Refused:
+        except TemplateRefusal:
             return False

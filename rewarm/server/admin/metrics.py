@@ -1,4 +1,4 @@
-"""Metrics for Prometheus. A registry of its own: two servers in one process do not mix."""
+"""Metrics for Prometheus. Each server has a registry, so that two in one process do not mix."""
 
 from __future__ import annotations
 

@@ -14,33 +14,10 @@ from rewarm.prompt.chat import Chat
 from rewarm.prompt.messages import tool_message
 from rewarm.values import Message
 
+from .. import fields
 from ..errors import ApiError, bad_request
-from ..fields import (
-    MOST_TOKENS,
-    Body,
-    Fraction,
-    ParsedRequest,
-    RequestBody,
-    Salt,
-    StopText,
-    Temperature,
-    TokenCount,
-    Unsupported,
-    chosen_tools,
-    refuse,
-    sampling_of,
-    thinking_options,
-)
-from .blocks import (
-    AnthropicMessage,
-    AnthropicTool,
-    CacheControl,
-    ContentBlock,
-    TextBlock,
-    is_marked,
-    message_of,
-    returned,
-)
+from ..fields import Body, ParsedRequest, RequestBody, Unsupported, refuse
+from . import blocks
 
 MOST_MARKS = 4
 CONSTRAINED = Unsupported("answers cannot be constrained to a schema; leave it out")
@@ -64,7 +41,7 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 CHOICES = {"any": "required", "tool": "required", "auto": "auto", "none": "none"}
-"""The modes of `chosen_tools`, by Anthropic's names."""
+"""The modes of `fields.chosen_tools`, by Anthropic's names."""
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 SYSTEM_AND_TOOLS = -1
@@ -85,7 +62,7 @@ class AnthropicToolChoice(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    budget_tokens: Annotated[int, Field(ge=1, le=fields.MOST_TOKENS)] | None = None
 
 
 class OutputConfig(Body):
@@ -101,13 +78,13 @@ class CountRequest(RequestBody):
     """The part of a request that makes its prompt."""
 
     model: str
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: str | list[TextBlock] | None = None
-    tools: list[AnthropicTool] | None = None
+    messages: Annotated[list[blocks.AnthropicMessage], Field(min_length=1)]
+    system: str | list[blocks.TextBlock] | None = None
+    tools: list[blocks.AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    cache_control: blocks.CacheControl | None = None
     context_management: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -129,7 +106,7 @@ class CountRequest(RequestBody):
         return self
 
     @property
-    def marks(self) -> list[CacheControl]:
+    def marks(self) -> list[blocks.CacheControl]:
         marked = [self.cache_control, *(tool.cache_control for tool in self.tools or ())]
         for content in (self.system, *(message.content for message in self.messages)):
             if isinstance(content, list):
@@ -141,11 +118,12 @@ class CountRequest(RequestBody):
 
     def chat(self, server: ServerOptions) -> Chat:
         """The canonical chat."""
-        told = Conversation()
+        told = ChatReader()
         system = self._system(server.keep_billing_header)
         if system is not None:
             told.messages.append({"role": "system", "content": system})
-        if is_marked(self.tools) or (isinstance(self.system, list) and is_marked(self.system)):
+        system_blocks = self.system if isinstance(self.system, list) else []
+        if blocks.is_marked([*(self.tools or ()), *system_blocks]):
             told.marked.add(SYSTEM_AND_TOOLS)
         for message in self.messages:
             told.read(message.role, message.blocks)
@@ -154,7 +132,7 @@ class CountRequest(RequestBody):
         functions = [tool.as_function() for tool in self.tools or ()]
         asked = self.tool_choice
         name = asked.name if asked and asked.type == "tool" else None
-        choice = chosen_tools(functions, CHOICES[asked.type] if asked else "auto", name)
+        choice = fields.chosen_tools(functions, CHOICES[asked.type] if asked else "auto", name)
         continues = self.messages[-1].role == "assistant"
         if continues and told.messages[-1].get("tool_calls"):
             raise bad_request(
@@ -162,9 +140,9 @@ class CountRequest(RequestBody):
             )
         return Chat(
             messages=told.messages,
-            returned=returned,
+            returned=blocks.returned,
             tools=choice.tools,
-            template=thinking_options(
+            template=fields.thinking_options(
                 self.output_config.effort if self.output_config else None,
                 self.thinking.type != "disabled" if self.thinking else None,
             ),
@@ -183,20 +161,20 @@ class CountRequest(RequestBody):
 
 
 class MessagesRequest(CountRequest):
-    max_tokens: TokenCount
+    max_tokens: fields.TokenCount
     stream: bool | None = None
-    stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = None
-    temperature: Temperature | None = None
-    top_p: Fraction | None = None
-    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    stop_sequences: Annotated[list[fields.StopText], Field(max_length=16)] | None = None
+    temperature: fields.Temperature | None = None
+    top_p: fields.Fraction | None = None
+    top_k: Annotated[int, Field(ge=0, le=fields.MOST_TOKENS)] | None = None
     metadata: dict[str, Any] | None = None
-    cache_salt: Salt | None = None
+    cache_salt: fields.Salt | None = None
 
     def parsed(self, server: ServerOptions) -> ParsedRequest:
         choice = self.tool_choice
         options = GenerationOptions(
             max_tokens=self.max_tokens,
-            sampling=sampling_of(self),
+            sampling=fields.sampling_of(self),
             stop=tuple(self.stop_sequences or ()),
             one_call=bool(choice and choice.disable_parallel_tool_use),
             salt=self.cache_salt,
@@ -207,8 +185,8 @@ class MessagesRequest(CountRequest):
 
 
 @dataclass
-class Conversation:
-    """Canonical messages, as they are read from blocks."""
+class ChatReader:
+    """Canonical messages, as they are read from content blocks."""
 
     messages: list[Message] = field(default_factory=list)
     marked: set[int] = field(default_factory=set)
@@ -216,15 +194,15 @@ class Conversation:
     names: dict[str, str] = field(default_factory=dict)
     """The tools that were called, by the id of the call."""
 
-    def read(self, role: str, blocks: Sequence[ContentBlock]) -> None:
+    def read(self, role: str, content: Sequence[blocks.ContentBlock]) -> None:
         if role == "assistant":
-            message = message_of(blocks)
+            message = blocks.message_of(content)
             for call in message.get("tool_calls", ()):
                 self.names[call["id"]] = call["function"]["name"]
-            return self._add(message, blocks)
+            return self._add(message, content)
         # Results become messages of their own, before what the user says beside them.
         texts = []
-        for block in blocks:
+        for block in content:
             if block.type == "tool_result":
                 call_id = block.tool_use_id or ""
                 self._add(tool_message(block.result, call_id, self.names.get(call_id)), [block])
@@ -234,12 +212,12 @@ class Conversation:
                 raise bad_request(
                     f"a {block.type} block belongs into an assistant message", "messages"
                 )
-        if texts or not blocks:
+        if texts or not content:
             text = "\n".join(block.text or "" for block in texts)
             self._add({"role": role, "content": text}, texts)
 
-    def _add(self, message: Message, blocks: Sequence[ContentBlock]) -> None:
-        if is_marked(blocks):
+    def _add(self, message: Message, content: Sequence[blocks.ContentBlock]) -> None:
+        if blocks.is_marked(content):
             self.marked.add(len(self.messages))
         self.messages.append(message)
 

@@ -1,4 +1,4 @@
-"""Anthropic's replies: the same blocks whole, as a stream of events, and when they come back."""
+"""Anthropic's replies, whole and as streams of events. Both have the same blocks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ UNWRITTEN: dict[str, dict[str, Any]] = {
     "text": {"text": ""},
     "tool_use": {"input": {}},
 }
-"""The fields that the deltas of a block fill."""
+"""The fields of a block that its deltas fill."""
 
 
 def usage(
     prompt: int, resume: int, last_mark: int | None, choice: Choice | None = None
 ) -> dict[str, Any]:
-    """Anthropic counts every prompt token once: read from the cache, written to it because of a
-    `cache_control` mark, or neither."""
+    """The usage. Anthropic counts every prompt token once: read from the cache, written to it
+    because of a `cache_control` mark, or neither."""
     created = max(0, last_mark - resume) if last_mark is not None else 0
     return {
         "input_tokens": prompt - resume - created,
@@ -41,8 +41,8 @@ def usage(
 
 
 def stop_of(choice: Choice) -> dict[str, Any]:
-    """An answer that was cut short, by a limit or because the server had to stop, has reached its
-    maximum."""
+    """The reason in Anthropic's words. An answer that was cut short by a limit, or because the
+    server had to stop, has reached its maximum."""
     stopped_by = choice.answer.stopped_by if choice.finish == "stop" else None
     reason = STOP_REASONS.get(choice.finish, "max_tokens")
     return {
@@ -53,7 +53,7 @@ def stop_of(choice: Choice) -> dict[str, Any]:
 
 @dataclass
 class MessagesDialect(Dialect):
-    """The message begins when the prefill does: only then is known what the cache gave."""
+    """A stream's message begins when the prefill does: only then is known what the cache gave."""
 
     path = "/v1/messages"
     name = "messages"
@@ -70,7 +70,7 @@ class MessagesDialect(Dialect):
     _open: str | None = None
     """The type of its block, once it has begun."""
     _blank: str = ""
-    """The beginning of a text that has been nothing but blanks."""
+    """The beginning of a text, as long as it is nothing but blanks."""
 
     def whole(self) -> dict[str, Any]:
         choice = self.work.choices[0]
@@ -133,7 +133,7 @@ class MessagesDialect(Dialect):
         return data({"type": "message_start", "message": message}, "message_start")
 
     def _part(self, part: Part) -> str:
-        """Written as `content_blocks` writes the whole of it, of which this is a piece."""
+        """Write a piece of a part, so that all pieces add up to the block of `content_blocks`."""
         before = ""
         if part.kind != self._kind or part.kind == "call":
             before = self._close()
@@ -171,7 +171,7 @@ class MessagesDialect(Dialect):
 
 
 def _content(block: dict[str, Any]) -> dict[str, Any]:
-    """A block's content as a delta."""
+    """The content of a block as a delta."""
     if block["type"] == "tool_use":
         return {"type": "input_json_delta", "partial_json": encoded(block["input"])}
     if block["type"] == "thinking":

@@ -18,28 +18,9 @@ from rewarm.prompt.chat import Chat, Text
 from rewarm.prompt.messages import assistant_message, tool_message
 from rewarm.values import Message
 
+from .. import fields
 from ..errors import ApiError, bad_request
-from ..fields import (
-    MOST_TOKENS,
-    Body,
-    Effort,
-    Fraction,
-    ParsedRequest,
-    Penalty,
-    RequestBody,
-    Salt,
-    Seed,
-    StopText,
-    Temperature,
-    TemplateOptions,
-    TokenCount,
-    Unsupported,
-    chosen_tools,
-    one_of,
-    refuse,
-    sampling_of,
-    thinking_options,
-)
+from ..fields import Body, ParsedRequest, RequestBody, Unsupported, one_of, refuse
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions."""
@@ -185,20 +166,21 @@ class OpenAIRequest(RequestBody):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: TokenCount | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    max_tokens: fields.TokenCount | None = None
+    stop: fields.StopText | Annotated[list[fields.StopText], Field(max_length=16)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
-    temperature: Temperature | None = None
-    top_p: Fraction | None = None
+    temperature: fields.Temperature | None = None
+    top_p: fields.Fraction | None = None
     top_k: (
-        Annotated[int, Field(ge=-1, le=MOST_TOKENS), AfterValidator(lambda k: max(0, k))] | None
+        Annotated[int, Field(ge=-1, le=fields.MOST_TOKENS), AfterValidator(lambda k: max(0, k))]
+        | None
     ) = None
-    min_p: Fraction | None = None
+    min_p: fields.Fraction | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    presence_penalty: fields.Penalty | None = None
+    frequency_penalty: fields.Penalty | None = None
     logit_bias: (
         Annotated[
             dict[
@@ -210,8 +192,8 @@ class OpenAIRequest(RequestBody):
         ]
         | None
     ) = None
-    seed: Seed | None = None
-    cache_salt: Salt | None = None
+    seed: fields.Seed | None = None
+    cache_salt: fields.Salt | None = None
     """Prompts with different salts share nothing."""
 
     @model_validator(mode="after")
@@ -233,7 +215,7 @@ class OpenAIRequest(RequestBody):
     ) -> GenerationOptions:
         return GenerationOptions(
             max_tokens=max_tokens,
-            sampling=sampling_of(self),
+            sampling=fields.sampling_of(self),
             n=self.n or 1,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             top_logprobs=top_logprobs,
@@ -246,15 +228,15 @@ class OpenAIRequest(RequestBody):
 
 class ChatRequest(OpenAIRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: TokenCount | None = None
+    max_completion_tokens: fields.TokenCount | None = None
     tools: list[Annotated[FunctionTool, WrapValidator(_checked_tool)]] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionTool | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: fields.Effort | None = None
     enable_thinking: bool | None = None
-    chat_template_kwargs: TemplateOptions | None = None
+    chat_template_kwargs: fields.TemplateOptions | None = None
     continue_final_message: bool | None = None
 
     @model_validator(mode="after")
@@ -275,8 +257,8 @@ class ChatRequest(OpenAIRequest):
     def parsed(self, server: ServerOptions) -> ParsedRequest:
         given = self.tool_choice or "auto"
         mode, name = (given, None) if isinstance(given, str) else ("required", given.function.name)
-        choice = chosen_tools(self.tools, mode, name)
-        template = thinking_options(self.reasoning_effort, self.enable_thinking)
+        choice = fields.chosen_tools(self.tools, mode, name)
+        template = fields.thinking_options(self.reasoning_effort, self.enable_thinking)
         template.update(self.chat_template_kwargs or ())
         chat = Chat(
             messages=[message.as_message() for message in self.messages],

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import rewarm
-from rewarm.generate.generation import Choice, Delta, Ended, Generation, Progress
-from rewarm.prompt.parse.texts import TokenTexts
+from rewarm.generate.generation import Choice, Delta, Ended, Progress
 from rewarm.values import Sampled
 
 from ..dialect import KEEP_ALIVE, Dialect, cached_tokens, rewarm_object
@@ -24,24 +24,11 @@ LEAST_LOGPROB = -9999.0
 """The value that OpenAI gives where a probability is 0; JSON has no infinity."""
 
 ChoiceBody = dict[str, Any]
-NOTHING: Mapping[str, Any] = {}
-
-
-def usage(generation: Generation) -> dict[str, Any]:
-    prompt = sum(len(run.prompt.tokens) for run in generation.runs)
-    completion = sum(choice.tokens for choice in generation.choices)
-    thinking = sum(choice.reasoning_tokens for choice in generation.choices)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens(generation)},
-        "completion_tokens_details": {"reasoning_tokens": thinking},
-    }
 
 
 def finish_reason(finish: str) -> str:
-    """An answer that the server had to break off was cut short, as by a limit."""
+    """The reason in OpenAI's words. An answer that the server had to break off was cut short, as by
+    a limit."""
     return "length" if finish == "cancelled" else finish
 
 
@@ -52,12 +39,6 @@ def finite(logprob: float | None) -> float:
 
 @dataclass
 class OpenAIDialect(Dialect):
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
-    _progress: Progress | None = None
-    _held: dict[str, Any] | None = None
-    """The last chunk with a finish reason, held back until it is known whether it is the last."""
-
     tag = "OpenAI"
     reply_fields = ("id", "object", "created", "model", "choices", "usage", "rewarm")
     error_body = error_body
@@ -67,6 +48,14 @@ class OpenAIDialect(Dialect):
     """The `object` of a whole reply."""
     chunk: ClassVar[str]
     """The `object` of a chunk."""
+    nothing: ClassVar[Any]
+    """A part of an answer in which nothing is new."""
+
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    _progress: Progress | None = None
+    _held: dict[str, Any] | None = None
+    """The last chunk with a finish reason, held back until it is known whether it is the last."""
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
@@ -74,43 +63,38 @@ class OpenAIDialect(Dialect):
         self.logprobs = self.work.options.top_logprobs is not None
 
     @abstractmethod
-    def choice(self, index: int, choice: Choice) -> ChoiceBody:
-        """A whole choice, without its finish reason."""
+    def whole_choice(self, index: int, choice: Choice) -> ChoiceBody:
+        """A whole choice."""
 
     @abstractmethod
-    def part(self, event: Delta) -> ChoiceBody:
-        """A choice with what is new."""
+    def new_content(self, event: Delta) -> Any:
+        """The part of an answer that is new."""
 
     @abstractmethod
-    def nothing(self, index: int) -> ChoiceBody:
-        """A choice with nothing new."""
+    def part(self, index: int, content: Any, logprobs: Any = None) -> ChoiceBody:
+        """A choice of a chunk."""
 
-    def _reply(self, kind: str, choices: list[ChoiceBody]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": f"rewarm-{rewarm.__version__}",
-            "choices": choices,
-        }
+    @abstractmethod
+    def logged(self, index: int, sampled: Sequence[Sampled]) -> Any:
+        """The log-probabilities of a choice's next tokens; None where none are asked for."""
 
     def whole(self) -> dict[str, Any]:
-        choices = [
-            {**self.choice(i, choice), "finish_reason": finish_reason(choice.finish)}
-            for i, choice in enumerate(self.work.choices)
-        ]
-        body = self._reply(self.kind, choices)
-        body["usage"] = usage(self.work)
-        body["rewarm"] = rewarm_object(self.work)
-        return body
+        choices = []
+        for i, choice in enumerate(self.work.choices):
+            body = self.whole_choice(i, choice)
+            body["logprobs"] = self.logged(i, choice.sampled)
+            body["finish_reason"] = finish_reason(choice.finish)
+            choices.append(body)
+        reply = self._reply(self.kind, choices)
+        return {**reply, "usage": self._usage(), "rewarm": rewarm_object(self.work)}
 
     def delta(self, event: Delta) -> str:
-        return data(self._chunk(self.part(event)))
+        logprobs = self.logged(event.choice, event.sampled)
+        return data(self._chunk(self.part(event.choice, self.new_content(event), logprobs)))
 
     def ended(self, event: Ended) -> str:
         before = self._released()
-        choice = self.nothing(event.choice)
+        choice = self.part(event.choice, self.nothing)
         choice["finish_reason"] = finish_reason(event.finish)
         self._held = self._chunk(choice)
         return before
@@ -128,7 +112,7 @@ class OpenAIDialect(Dialect):
         if self.body.usage_in_stream:
             before = self._released()
             self._held = self._chunk()
-            self._held["usage"] = usage(self.work)
+            self._held["usage"] = self._usage()
         if self._held is not None:
             self._held["rewarm"] = rewarm_object(self.work)
         return before + self._released() + DONE
@@ -144,7 +128,7 @@ class OpenAIDialect(Dialect):
         return f": prefill {progress.done}/{progress.total}\n\n"
 
     def _chunk(self, *choices: ChoiceBody) -> dict[str, Any]:
-        body = self._reply(self.chunk, list(choices))
+        body = self._reply(self.chunk, choices)
         if self.body.usage_in_stream:
             body["usage"] = None
         return body
@@ -152,6 +136,28 @@ class OpenAIDialect(Dialect):
     def _released(self) -> str:
         held, self._held = self._held, None
         return data(held) if held is not None else ""
+
+    def _reply(self, kind: str, choices: Sequence[ChoiceBody]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"rewarm-{rewarm.__version__}",
+            "choices": choices,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        prompt = sum(len(run.prompt.tokens) for run in self.work.runs)
+        completion = sum(choice.tokens for choice in self.work.choices)
+        thinking = sum(choice.reasoning_tokens for choice in self.work.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens(self.work)},
+            "completion_tokens_details": {"reasoning_tokens": thinking},
+        }
 
 
 @dataclass
@@ -163,10 +169,11 @@ class ChatDialect(OpenAIDialect):
     prefix = "chatcmpl"
     kind = "chat.completion"
     chunk = "chat.completion.chunk"
+    nothing: ClassVar[Mapping[str, Any]] = {}
     _called: dict[int, int] = field(default_factory=dict)
     """Tool calls sent so far, by choice."""
 
-    def choice(self, index: int, choice: Choice) -> ChoiceBody:
+    def whole_choice(self, index: int, choice: Choice) -> ChoiceBody:
         answer = choice.answer
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if thinking := answer.reasoning:
@@ -174,15 +181,14 @@ class ChatDialect(OpenAIDialect):
         if calls := answer.calls:
             message["tool_calls"] = calls
             message["content"] = answer.text or None
-        logprobs = chat_logprobs(self.texts, choice.sampled) if self.logprobs else None
-        return {"index": index, "message": message, "logprobs": logprobs}
+        return {"index": index, "message": message}
 
     def opening(self) -> str:
         begun = {"role": "assistant", "content": ""}
         indices = range(len(self.work.choices))
-        return "".join(data(self._chunk(self.nothing(i, begun))) for i in indices)
+        return "".join(data(self._chunk(self.part(i, begun))) for i in indices)
 
-    def part(self, event: Delta) -> ChoiceBody:
+    def new_content(self, event: Delta) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if thinking := event.reasoning:
             delta["reasoning_content"] = delta["reasoning"] = thinking
@@ -192,25 +198,26 @@ class ChatDialect(OpenAIDialect):
             first = self._called.get(event.choice, 0)
             self._called[event.choice] = first + len(calls)
             delta["tool_calls"] = [{"index": first + i, **c} for i, c in enumerate(calls)]
-        body = self.nothing(event.choice, delta)
-        if self.logprobs:
-            body["logprobs"] = chat_logprobs(self.texts, event.sampled)
-        return body
+        return delta
 
-    def nothing(self, index: int, delta: Mapping[str, Any] = NOTHING) -> ChoiceBody:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def part(self, index: int, content: Any, logprobs: Any = None) -> ChoiceBody:
+        return {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": None}
 
+    def logged(self, index: int, sampled: Sequence[Sampled]) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        content = [
+            {
+                **self._logged_token(s.token, s.logprob),
+                "top_logprobs": [self._logged_token(a.token, a.logprob) for a in s.top],
+            }
+            for s in sampled
+        ]
+        return {"content": content, "refusal": None}
 
-def chat_logprobs(texts: TokenTexts, sampled: Iterable[Sampled]) -> dict[str, Any]:
-    def entry(token: int, logprob: float | None) -> dict[str, Any]:
-        text = texts.of(token)
+    def _logged_token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self.texts.of(token)
         return {"token": text.text, "logprob": finite(logprob), "bytes": text.bytes}
-
-    content = [
-        {**entry(s.token, s.logprob), "top_logprobs": [entry(a.token, a.logprob) for a in s.top]}
-        for s in sampled
-    ]
-    return {"content": content, "refusal": None}
 
 
 @dataclass
@@ -221,51 +228,39 @@ class CompletionDialect(OpenAIDialect):
     schema = CompletionRequest
     prefix = "cmpl"
     kind = chunk = "text_completion"
-    _written: dict[int, int] = field(default_factory=dict)
-    """Characters sent so far, by choice."""
+    nothing = ""
+    _logged: dict[int, int] = field(default_factory=dict)
+    """Characters of the tokens whose log-probabilities were given so far, by choice."""
 
     @property
     def echoes(self) -> Sequence[str]:
         return [run.echo for run in self.work.runs for _ in run.choices]
 
-    def choice(self, index: int, choice: Choice) -> ChoiceBody:
-        echo = self.echoes[index]
-        found = text_logprobs(self.texts, choice.sampled, len(echo)) if self.logprobs else None
-        return {"index": index, "text": echo + choice.answer.text, "logprobs": found}
+    def whole_choice(self, index: int, choice: Choice) -> ChoiceBody:
+        return {"index": index, "text": self.echoes[index] + choice.answer.text}
 
     def opening(self) -> str:
         if not self.body.echo:
             return ""
-        return "".join(
-            data(self._chunk(self.nothing(i, text))) for i, text in enumerate(self.echoes)
-        )
+        return "".join(data(self._chunk(self.part(i, text))) for i, text in enumerate(self.echoes))
 
-    def part(self, event: Delta) -> ChoiceBody:
-        body = self.nothing(event.choice, event.text)
-        if self.logprobs:
-            start = self._written.get(event.choice, 0)
-            body["logprobs"] = text_logprobs(self.texts, event.sampled, start)
-            told = "".join(body["logprobs"]["tokens"])
-            self._written[event.choice] = start + len(told)
-        return body
+    def new_content(self, event: Delta) -> str:
+        return event.text
 
-    def nothing(self, index: int, text: str = "") -> ChoiceBody:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+    def part(self, index: int, content: Any, logprobs: Any = None) -> ChoiceBody:
+        return {"index": index, "text": content, "logprobs": logprobs, "finish_reason": None}
 
-
-def text_logprobs(texts: TokenTexts, sampled: Iterable[Sampled], start: int) -> dict[str, Any]:
-    """`start`: the characters before these tokens."""
-    body: dict[str, Any] = {
-        "tokens": [],
-        "token_logprobs": [],
-        "top_logprobs": [],
-        "text_offset": [],
-    }
-    for s in sampled:
-        text = texts.of(s.token).text
-        body["tokens"].append(text)
-        body["token_logprobs"].append(finite(s.logprob))
-        body["top_logprobs"].append({texts.of(a.token).text: finite(a.logprob) for a in s.top})
-        body["text_offset"].append(start)
-        start += len(text)
-    return body
+    def logged(self, index: int, sampled: Sequence[Sampled]) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        texts = [self.texts.of(s.token).text for s in sampled]
+        offsets = list(accumulate(map(len, texts), initial=self._logged.get(index, 0)))
+        self._logged[index] = offsets.pop()
+        return {
+            "tokens": texts,
+            "token_logprobs": [finite(s.logprob) for s in sampled],
+            "top_logprobs": [
+                {self.texts.of(a.token).text: finite(a.logprob) for a in s.top} for s in sampled
+            ],
+            "text_offset": offsets,
+        }

@@ -19,7 +19,7 @@ KINDS = {
 FILES = {file.name: file for file in sorted(FOLDER.iterdir()) if file.suffix in KINDS}
 
 HEADERS = {
-    # Nothing from elsewhere, nothing inline: text that a model wrote can do nothing here.
+    # Nothing from elsewhere and nothing inline, so that text of a model cannot run as a script.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -35,7 +35,7 @@ TAGS = {name: f'"{hashlib.sha256(body).hexdigest()[:16]}"' for name, body in SER
 
 
 async def send(request: Request) -> Response:
-    """Send one of the page's files."""
+    """Send a file of the page."""
     name = request.url.path.rpartition("/")[2] or "index.html"
     headers = {**HEADERS, "ETag": TAGS[name]}
     if request.headers.get("if-none-match") == TAGS[name]:

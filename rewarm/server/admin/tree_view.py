@@ -1,14 +1,15 @@
-"""The tree as JSON: the spans with the most below them, the rest of each place in one entry.
+"""The tree as JSON: the spans with the most below them, and the rest of each place in one entry.
 
-A survey walks every node, so one serves until something has changed; after a long one, the next is
-not taken before its cost is a small share of the time since. Prompt text is for the tenant whose
-salt it was sent with; of all others there are sizes."""
+A survey walks every node, so one serves until something has changed. After a survey that took long,
+the next is not taken before its time is a small share of the time since. Words of prompts are shown
+to the tenant whose salt they were sent with; others see sizes only."""
 
 from __future__ import annotations
 
 import heapq
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +25,12 @@ SHARE = 0.01
 SHORT = 0.01
 """Seconds of a survey that is taken whenever something has changed."""
 LABELS = 200
-"""Spans of a reply that have their words: those with the most below them."""
+"""The number of spans of a reply that have their words: those with the most below them."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """Which part of the tree is asked for."""
+    """The part of the tree that is asked for."""
 
     root: str | None = None
     depth: int = 1 << 30
@@ -39,18 +40,9 @@ class Wish:
     salt: str | None = None
 
 
-@dataclass(frozen=True)
-class Shown:
-    """The part of a survey that a reply has."""
-
-    rows: list[int]
-    """Parents first."""
-    taken: dict[int, int]
-    """The number of children that each of them has in the reply."""
-
-
 class TreeView:
-    """The latest survey, and replies from it. Its methods run on the server's own threads."""
+    """Takes surveys, and makes replies from the latest one. It is called on the server's own
+    threads."""
 
     def __init__(self, cache: PrefixCache, labels: Labels) -> None:
         self.cache = cache
@@ -62,17 +54,17 @@ class TreeView:
         self._words: dict[str, Label] = {}
 
     def tag(self, wish: Wish) -> str:
-        """The same as long as a reply would be."""
+        """A tag of a reply, which stays the same for as long as the reply does."""
         return f"{hash((self._version, wish)) & (1 << 64) - 1:016x}"
 
     def forget(self) -> None:
-        """The cache was cleared: no word of it shall stay here."""
+        """Forget all words: the cache was cleared."""
         with self._lock:
             self._survey, self._words, self._next = None, {}, 0.0
 
     def refresh(self) -> None:
-        """Look again, where there is something new and the last look is long enough ago."""
-        # Whoever comes while another thread looks is served what there is.
+        """Take a survey, where there is something new and the last one is long enough ago."""
+        # A request that comes meanwhile is served the last survey.
         if not self._lock.acquire(blocking=self._survey is None):
             return
         try:
@@ -101,61 +93,39 @@ class TreeView:
                     "tree",
                 )
             root = found
-        shown = _chosen(survey, root, wish)
-        page = _Page(survey, shown, root, wish, self.cache, self.labels, self._words)
+        page = _Page(survey, root, wish, self.cache, self.labels, self._words)
         body = page.body()
         if page.words:
             self._words = page.words
         return body
 
 
-def _chosen(survey: Survey, root: int, wish: Wish) -> Shown:
-    """The rows with the most tokens below them, from the root on."""
-    sums, parent = survey.sums, survey.column("parent")
-    tokens = SUMMED.index("tokens")
-    rows: list[int] = []
-    taken: dict[int, int] = {root: 0}
-    queue: list[tuple[int, int, int, int]] = []
-
-    def put(above: int, place: int, depth: int) -> None:
-        siblings = survey.children(above)
-        if place < len(siblings) and depth <= wish.depth:
-            row = int(siblings[place])
-            heapq.heappush(queue, (-int(sums[row, tokens]), row, place, depth))
-
-    put(root, wish.offset, 1)
-    while queue and len(rows) < wish.limit:
-        _, row, place, depth = heapq.heappop(queue)
-        rows.append(row)
-        above = int(parent[row])
-        taken[above] = taken.get(above, 0) + 1
-        put(above, place + 1, depth)
-        put(row, 0, depth + 1)
-    return Shown(rows, taken)
-
-
 @dataclass
 class _Page:
-    """One reply in the making."""
+    """Makes one reply."""
 
     survey: Survey
-    shown: Shown
     root: int
     wish: Wish
     cache: PrefixCache
     labels: Labels
     known: dict[str, Label]
     words: dict[str, Label] = field(default_factory=dict)
+    _rows: list[int] = field(default_factory=list)
+    """The rows below the root that are shown, parents first."""
+    _taken: Counter[int] = field(default_factory=Counter)
+    """The number of children that each row has among them."""
     _last_roles: dict[int, str | None] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
         survey = self.survey
+        self._choose()
         namespace = self.cache.namespace(self.wish.salt)
         own = {row: name == namespace for row, name in survey.owners.items()}
         yours = {self.root: survey.owner(self.root) == namespace}
         lit = self._last_use([row for row, mine in own.items() if mine])
-        root, *nodes = self._nodes([self.root, *self.shown.rows])
-        for row, node in zip(self.shown.rows, nodes, strict=True):
+        root, *nodes = self._nodes([self.root, *self._rows])
+        for row, node in zip(self._rows, nodes, strict=True):
             above = int(survey.cells[row, 0])
             mine = yours[row] = own.get(row, yours[above])
             if row in survey.owners:
@@ -167,9 +137,30 @@ class _Page:
         merged = list(self._merged())
         return {"clock": survey.clock, "root": root, "nodes": nodes, "merged": merged}
 
+    def _choose(self) -> None:
+        """Choose the rows with the most tokens below them, from the root on."""
+        survey, parent = self.survey, self.survey.column("parent")
+        tokens = survey.sums[:, SUMMED.index("tokens")]
+        queue: list[tuple[int, int, int, int]] = []
+
+        def put(above: int, place: int, depth: int) -> None:
+            siblings = survey.children(above)
+            if place < len(siblings) and depth <= self.wish.depth:
+                row = int(siblings[place])
+                heapq.heappush(queue, (-int(tokens[row]), row, place, depth))
+
+        put(self.root, self.wish.offset, 1)
+        while queue and len(self._rows) < self.wish.limit:
+            _, row, place, depth = heapq.heappop(queue)
+            above = int(parent[row])
+            self._rows.append(row)
+            self._taken[above] += 1
+            put(above, place + 1, depth)
+            put(row, 0, depth + 1)
+
     def _nodes(self, rows: list[int]) -> list[dict[str, Any]]:
         survey = self.survey
-        # Lists are taken once: what is asked of an array cell by cell is what would cost.
+        # Lists are taken once: reading an array cell by cell would cost more than all the rest.
         cells, sums = survey.cells[rows].tolist(), survey.sums[rows].tolist()
         leaves, nodes = (survey.size[rows] == 1).tolist(), []
         names = {row: survey.name(row) for row in {*rows, *(c[0] for c in cells)} if row >= 0}
@@ -192,8 +183,8 @@ class _Page:
 
     def _merged(self) -> Iterator[dict[str, Any]]:
         """Children that are not in the reply, together, for each place that has some."""
-        for row in [self.root, *self.shown.rows]:
-            first = self.shown.taken.get(row, 0) + (self.wish.offset if row == self.root else 0)
+        for row in [self.root, *self._rows]:
+            first = self._taken[row] + (self.wish.offset if row == self.root else 0)
             rest = self.survey.children(row)[first:]
             if len(rest):
                 yield {
@@ -204,12 +195,12 @@ class _Page:
                 }
 
     def _last_use(self, roots: list[int]) -> int:
-        """When a tenant's newest request found something."""
+        """The clock of the newest request of a tenant that found something."""
         newest = 0
         for row in roots:
             span = slice(row, row + int(self.survey.size[row]))
             used = self.survey.column("last_used")[span]
-            # What only the disk has was used by no request since it left memory.
+            # A later time is of what only the disk has: no request used that since it left memory.
             found = (self.survey.column("hits")[span] > 0) & (used <= self.survey.clock)
             newest = max(newest, int(used[found].max(initial=0)))
         return newest
@@ -248,7 +239,7 @@ class _Page:
 
 
 def _bytes(values: list[int], tiers: Sequence[str]) -> dict[str, dict[str, int]]:
-    """By tier and kind: they are the last of a row and of a sum alike."""
+    """The bytes by tier and kind. They are the last values of a row, and of a sum."""
     found: dict[str, dict[str, int]] = {}
     names = [(tier, kind) for tier in tiers for kind in BYTES]
     for (tier, kind), nbytes in zip(names, values[-len(names) :], strict=True):

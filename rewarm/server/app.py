@@ -72,7 +72,7 @@ async def answer(request: Request, dialect: type[Dialect]) -> Response:
 
 
 async def count(request: Request) -> Response:
-    """The tokens of a prompt, without answering it."""
+    """Count the tokens of a prompt, without answering it."""
     backend, exchange = backend_of(request), exchange_of(request)
     asked = await backend.read(request, CountRequest.parse)
     (prompt,) = await backend.off_loop(exchange, backend.generator.prompts, asked.prompt)
@@ -80,7 +80,7 @@ async def count(request: Request) -> Response:
 
 
 async def explain(request: Request) -> Response:
-    """What a request would reuse, and why not more, without running it."""
+    """Say what a request would reuse, and why not more, without running it."""
     backend, exchange = backend_of(request), exchange_of(request)
     parse = partial(parse_explained, anthropic="anthropic-version" in request.headers)
     asked = await backend.read(request, parse)
@@ -187,7 +187,7 @@ async def no_endpoint(request: Request, error: Exception) -> Response:
 def create_app(engine: Engine, options: ServerOptions | None = None) -> Starlette:
     """The server's application. The engine may still be loading."""
     options = options or ServerOptions()
-    backend = Backend(engine, options)
+    backend = Backend(engine, options, [dialect.name for dialect in DIALECTS])
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

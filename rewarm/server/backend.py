@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
@@ -37,10 +37,10 @@ milliseconds."""
 
 
 class Backend:
-    def __init__(self, engine: Engine, options: ServerOptions) -> None:
+    def __init__(self, engine: Engine, options: ServerOptions, generating: Iterable[str]) -> None:
         self.engine = engine
         self.options = options
-        self.metrics = Metrics(engine, options.model_name)
+        self.metrics = Metrics(engine, options.model_name, generating)
         self.activity = Activity()
         self.generator = Generator(
             engine,
@@ -133,7 +133,7 @@ class Backend:
                 )
         except Exception:
             log.exception("a miss could not be described")
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+        with suppress(RuntimeError):  # the event loop is closed
             work.loop.call_soon_threadsafe(work.deliver, done)
 
     def _pool_for(self, exchange: Exchange) -> ThreadPoolExecutor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -23,11 +23,11 @@ from rewarm.values import Cost, Reason
 FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 PARTS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, *FIRST_TOKEN)
-GENERATING = ("chat", "completions", "messages")
 
 
 class Metrics:
-    def __init__(self, engine: Engine, model: str = "") -> None:
+    def __init__(self, engine: Engine, model: str, generating: Iterable[str]) -> None:
+        """`generating` has the names of the endpoints that generate."""
         self.registry = CollectorRegistry()
         self._requests = self._counter(
             "requests", "HTTP requests; status 499: the client went away.", "endpoint", "status"
@@ -68,7 +68,7 @@ class Metrics:
             PARTS,
             "part",
         )
-        for endpoint in GENERATING:
+        for endpoint in generating:
             self._generated.labels(endpoint)
             self._first_token.labels(endpoint)
             for kind in ("cached", "replayed", "prefilled"):

@@ -1,1 +1,1 @@
-"""Chat to tokens and boundaries; generated tokens to messages."""
+"""A chat becomes tokens and boundaries, and generated tokens become messages."""

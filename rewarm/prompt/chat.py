@@ -14,6 +14,9 @@ from rewarm.values import Message
 
 from .messages import Said, normalised
 
+SYSTEM_AND_TOOLS = -1
+"""Marks the end of system and tools, among the indices of messages."""
+
 
 @dataclass(frozen=True)
 class Chat:
@@ -27,7 +30,7 @@ class Chat:
     continue_final: bool = False
     """The answer continues the last message, which is the assistant's."""
     marked: tuple[int, ...] = ()
-    """The messages whose ends are to be checkpoints; -1 is the end of system and tools."""
+    """The messages whose ends are to be checkpoints, or `SYSTEM_AND_TOOLS`."""
     must_call: bool = False
     """The answer has to call a tool."""
     returned: Callable[[Said], Message] = Said.message

@@ -1,6 +1,6 @@
-"""Who may use the server, and how much a body may hold: plain ASGI middleware.
+"""Checks of the API key, the host and the size of a body: plain ASGI middleware.
 
-It checks the API key, the host and the size of a body. Nothing here imports a model library."""
+Nothing here imports a model library."""
 
 from __future__ import annotations
 

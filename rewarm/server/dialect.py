@@ -1,4 +1,4 @@
-"""What an API is to the server, and what the replies of all APIs say of their cost.
+"""The contract of an API, and the cost that the replies of all APIs tell.
 
 To add an API, write a folder with two modules. `parse.py` has a `RequestBody` for each endpoint,
 which reads a body into a `ParsedRequest`; it imports no model library. `reply.py` has a `Dialect`
@@ -106,8 +106,8 @@ class Dialect(ABC):
 
 
 def rewarm_object(generation: Generation) -> dict[str, Any]:
-    """The cost of all prompts together; where there are several, the resume point is the first
-    one's."""
+    """The cost of a generation. Where it has several prompts, the resume point, the miss and the
+    times are the first one's."""
     costs = generation.costs
     if not costs:
         return {}

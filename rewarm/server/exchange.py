@@ -67,7 +67,7 @@ class Exchange:
         await self.send_on(message)
 
     def close(self) -> None:
-        """Note that the response was sent, or that there is nobody to send it to."""
+        """Note that the response was sent, or cannot be sent."""
         self._closed = True
         self.finish()
 

@@ -43,7 +43,7 @@ class Endpoint:
     methods: Sequence[str] = ("GET",)
     tag: str = "Server"
     summary: str | None = None
-    """By default the docstring of `answer`."""
+    """The docstring of `answer` is the default."""
     body: type[BaseModel] | None = None
     replies: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"application/json": ()})
     """The fields of its replies, by content type."""

@@ -1,1 +1,1 @@
-"""From tokens to reasoning, text and tool calls."""
+"""Tokens become thinking, text and tool calls."""

@@ -97,7 +97,9 @@ class Answer(Said):
         continued: bool = False,
         one_call: bool = False,
     ) -> None:
-        """With `raw`, everything is text. With `continued`, which `raw` implies, the answer goes on
+        """Begin an answer to a prompt.
+
+        With `raw`, everything is text. With `continued`, which `raw` implies, the answer goes on
         from the prompt's own text, so that a space at its beginning is kept. With `one_call`, calls
         after the first are left out."""
         prompt = np.asarray(prompt_tokens, dtype=np.int32)

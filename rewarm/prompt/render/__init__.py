@@ -1,1 +1,1 @@
-"""From a chat to tokens and boundaries."""
+"""A chat becomes tokens and boundaries."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rewarm.values import Boundary, Kind, Message
 
-from ..chat import Chat
+from ..chat import SYSTEM_AND_TOOLS, Chat
 from ..messages import is_system
 from ..text import common_text
 from .encoder import Encoded, Encoder
@@ -42,9 +42,6 @@ APART = 8
 
 KEPT = 512
 """The number of chats whose places are remembered."""
-
-SYSTEM_AND_TOOLS = -1
-"""The index of a mark at the end of system and tools."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +138,8 @@ class Rendered:
         return max((e.position for e in self.ends if e.index == last), default=0)
 
     def boundaries(self, *, every_turn: bool) -> tuple[Boundary, ...]:
-        """The boundaries that placement uses; `every_turn` adds those of all earlier turns, by a
-        rule that gives the same positions again in every later turn."""
+        """The boundaries that placement uses. `every_turn` adds those of all earlier turns, by a
+        rule that gives the same positions in every later turn."""
         found = _boundary(self._system_end(), "system")
         around = self._around(every_turn)
         user = self._position(around.user)

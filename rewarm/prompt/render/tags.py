@@ -17,7 +17,7 @@ class Tags:
 
     def __init__(self, text: str) -> None:
         # Letters and digits only, which no template escapes, trims or splits. They are drawn by
-        # chance, so that nobody can write a text that holds them.
+        # chance, so that no client can write a text that holds them.
         self._mark = f"R{secrets.token_hex(8)}"
         while self._mark in text:
             self._mark = f"R{secrets.token_hex(8)}"

@@ -47,7 +47,7 @@ def salt_of(request: Request) -> str | None:
 
 
 async def health(request: Request) -> Response:
-    """Requests are answered, or why not."""
+    """The state of the server, with the reason where it does not answer requests."""
     backend = backend_of(request)
     state = backend.engine.state
     if state == "ready":
@@ -59,7 +59,7 @@ async def health(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """For Prometheus."""
+    """The metrics, for Prometheus."""
     backend = backend_of(request)
     text = await backend.off_loop(exchange_of(request), backend.metrics.text)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -74,7 +74,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """Any name is served by the model that is loaded."""
+    """The model that is loaded, which serves any name."""
     return Json(_model(backend_of(request), request.path_params["name"]))
 
 
@@ -93,7 +93,7 @@ def _model(backend: Backend, name: str) -> dict[str, Any]:
 
 
 async def cache(request: Request) -> Response:
-    """What the cache holds and did, and its tree."""
+    """The figures of the cache, and its tree."""
     backend, wish = backend_of(request), _wish(request)
     given = request.headers.get("if-none-match")
     return await backend.off_loop(exchange_of(request), _look, backend, wish, given)

@@ -21,7 +21,7 @@ from rewarm.generate.why.labels import Label, Labels, MessageStart
 from ..errors import ApiError
 
 SHARE = 0.01
-"""The share of a thread's time that long surveys may take while somebody looks on."""
+"""The share of a thread's time that long surveys may take."""
 SHORT = 0.01
 """Seconds of a survey that is taken whenever something has changed."""
 LABELS = 200

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from rewarm.generate.options import RETURNING, GenerationOptions
 from rewarm.options import ServerOptions
-from rewarm.prompt.chat import Chat
+from rewarm.prompt.chat import SYSTEM_AND_TOOLS, Chat
 from rewarm.prompt.messages import tool_message
 from rewarm.values import Message
 
@@ -44,8 +44,6 @@ CHOICES = {"any": "required", "tool": "required", "auto": "auto", "none": "none"
 """The modes of `fields.chosen_tools`, by Anthropic's names."""
 
 BILLING_HEADER = "x-anthropic-billing-header:"
-SYSTEM_AND_TOOLS = -1
-"""The mark after system and tools."""
 
 
 class AnthropicToolChoice(Body):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rewarm.errors import InvalidPrompt
-from rewarm.prompt.render import boundaries
+from rewarm.prompt.render import probes
 from rewarm.prompt.render.renderer import ChatRenderer, Prompt
 from rewarm.values import Message
 from tests import corpus
@@ -294,7 +294,7 @@ def test_what_the_end_of_a_long_chat_shows_is_what_all_of_it_shows(
             for short in (True, False):
                 with monkeypatch.context() as patch:
                     if not short:
-                        patch.setattr(boundaries, "shortened", lambda *_: None)
+                        patch.setattr(probes, "shortened", lambda *_: None)
                     # A loop's question is asked before its steps are, unless the server is new.
                     new, known = ChatRenderer(tokenizer), ChatRenderer(tokenizer)
                     parts = ((known, chat[:asked]), (known, chat), (new, chat))

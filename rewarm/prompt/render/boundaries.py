@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from rewarm.values import Boundary, Kind, Message
@@ -19,18 +19,9 @@ from rewarm.values import Boundary, Kind, Message
 from ..chat import SYSTEM_AND_TOOLS, Chat
 from ..messages import is_system
 from ..text import common_text
+from . import probes
 from .encoder import Encoded, Encoder
-from .probes import (
-    BEFORE_A_QUESTION,
-    INTERRUPTED,
-    Common,
-    Unseen,
-    View,
-    Ways,
-    after_a_question,
-    in_a_loop,
-    shortened,
-)
+from .probes import Common, View
 from .tags import Tags
 from .template import Template
 
@@ -101,7 +92,7 @@ class Rendered:
     @cached_property
     def view(self) -> View:
         """The part of the chat that probes are rendered on."""
-        kept = None if self.continued else shortened(self.chat, self.system, self.user)
+        kept = None if self.continued else probes.shortened(self.chat, self.system, self.user)
         text = kept and self.template.attempt(kept.chat, self.context)
         return kept.as_end_of(self.text, text) if kept and text else self.whole
 
@@ -183,10 +174,10 @@ class Rendered:
         chat = self.chat[: self.system]
 
         def probed() -> tuple[Common | None]:
-            return (self.whole.common(self._probe(chat, BEFORE_A_QUESTION)),)
+            return (self.whole.common(self._probe(chat, probes.BEFORE_A_QUESTION)),)
 
         key = _digest("system", chat, self.context)
-        position = self._position(*self.places.of(key, self.text, probed))
+        position = self._position(*self.places.remembered(key, self.text, probed))
         # With nothing before the chat but the header of its first message, there is no such end.
         alone = not (chat or self.context.tools) and (position or 0) < 2 * APART
         return None if alone else position
@@ -197,30 +188,30 @@ class Rendered:
         view = self.view if self.view.has_steps else self.whole
 
         def probed() -> Around:
-            return self._seen(view, lambda view: self._probed(view, every_turn))
+            return self._seen(view, partial(self._probed, every_turn=every_turn))
 
         key = _digest(f"question {every_turn}", self.chat[: self.user + 1], self.context)
-        return self.places.of(key, self.text, probed)
+        return self.places.remembered(key, self.text, probed)
 
     def _probed(self, view: View, every_turn: bool) -> Around:
         before, asked = view.chat[: view.user], view.chat[: view.user + 1]
         turn = None
         if view.user > self.system and not every_turn:
-            turn = view.common(self._probe(before, BEFORE_A_QUESTION))
-        answered = self._probe(asked, after_a_question(self.context.tools))
+            turn = view.common(self._probe(before, probes.BEFORE_A_QUESTION))
+        answered = self._probe(asked, probes.after_a_question(self.context.tools))
         if not answered:
             return Around(turn, None, None)
         # The question itself, whatever follows it in this chat.
         last = len(asked) == len(view.chat) and not self.continued
         alone = view.text if last else self.template.attempt(asked, self.context)
         answered += [alone] if alone is not None else []
-        others = self._probe(asked, INTERRUPTED) or []
+        others = self._probe(asked, probes.INTERRUPTED) or []
         return Around(turn, view.common([*answered, *others]), view.common(answered))
 
     def _loop(self, view: View) -> Common | None:
-        return view.common(self._probe(view.chat, in_a_loop(self.context.tools)))
+        return view.common(self._probe(view.chat, probes.in_a_loop(self.context.tools)))
 
-    def _probe(self, chat: list[Message], endings: Iterable[Ways]) -> list[str] | None:
+    def _probe(self, chat: list[Message], endings: Iterable[probes.Ways]) -> list[str] | None:
         """Render the chat with each of the endings; None where the template refuses one that is
         needed."""
         renders = []
@@ -237,7 +228,7 @@ class Rendered:
         """Find something in a view, or else in the whole chat."""
         try:
             return find(view)
-        except Unseen:
+        except probes.Unseen:
             return find(self.whole)
 
     def _position(self, common: Common | None) -> int | None:
@@ -267,7 +258,8 @@ class Places:
         self._known: OrderedDict[bytes, tuple[bytes, Any]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, key: bytes, text: str, find: Callable[[], P]) -> P:
+    def remembered(self, key: bytes, text: str, find: Callable[[], P]) -> P:
+        """The places of a chat with this text, found or remembered."""
         with self._lock:
             known = self._known.get(key)
         # A template may write the date, so that the remembered text is yesterday's.

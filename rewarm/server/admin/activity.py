@@ -187,7 +187,6 @@ class Prefix:
     used: float = 0.0
     tier: str | None = None
     """The tier that had it when it was last looked for."""
-    _label: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -195,15 +194,13 @@ class Prefix:
 
     def label(self, tokenizer: Any) -> str:
         """Its first and its last words."""
-        if self._label is None:
-            prefix = self.prompt[:-1]
-            begins, ends = (
-                " ".join(str(tokenizer.decode(part, skip_special_tokens=True)).split())
-                for part in (prefix[:LABEL_TOKENS].tolist(), prefix[-LABEL_TOKENS:].tolist())
-            )
-            short = self.tokens <= LABEL_TOKENS
-            self._label = ends[:LABEL] if short else f"{begins[:LABEL]} … {ends[-LABEL:]}"
-        return self._label
+        prefix = self.prompt[:-1]
+        begins, ends = (
+            " ".join(str(tokenizer.decode(part, skip_special_tokens=True)).split())
+            for part in (prefix[:LABEL_TOKENS].tolist(), prefix[-LABEL_TOKENS:].tolist())
+        )
+        short = self.tokens <= LABEL_TOKENS
+        return ends[:LABEL] if short else f"{begins[:LABEL]} … {ends[-LABEL:]}"
 
     def shown_to(self, salt: str | None, tokenizer: Any) -> dict[str, Any]:
         own = self.salt == salt
@@ -228,7 +225,6 @@ class Hottest:
 
     def __init__(self) -> None:
         self._prefixes: OrderedDict[Key, Prefix] = OrderedDict()
-        self._tokens = 0
         self._lock = threading.Lock()
 
     def resumed(self, run: Run, salt: str | None) -> None:
@@ -244,13 +240,13 @@ class Hottest:
                 prompt = run.prompt.tokens[: at + 1].copy()
                 boundaries = [b for b in run.prompt.boundaries if b.position <= at]
                 prefix = self._prefixes[key] = Prefix(salt, prompt, boundaries, cost.resumed_at)
-                self._tokens += len(prompt)
             prefix.hits += 1
             prefix.nbytes = cost.restored_bytes
             prefix.used = time.time()
             self._prefixes.move_to_end(key)
-            while len(self._prefixes) > HOTTEST or self._tokens > HOTTEST_TOKENS:
-                self._drop(next(iter(self._prefixes)))
+            tokens = sum(p.tokens for p in self._prefixes.values())
+            while len(self._prefixes) > HOTTEST or tokens > HOTTEST_TOKENS:
+                tokens -= self._prefixes.popitem(last=False)[1].tokens
 
     def held(self, cache: PrefixCache) -> Iterator[Prefix]:
         """The prefixes that a request could still resume from, those hit most first. The others
@@ -264,14 +260,8 @@ class Hottest:
                 yield prefix
             else:
                 with self._lock:
-                    self._drop(key)
+                    self._prefixes.pop(key, None)
 
     def forget(self) -> None:
         with self._lock:
             self._prefixes.clear()
-            self._tokens = 0
-
-    def _drop(self, key: Key) -> None:
-        prefix = self._prefixes.pop(key, None)
-        if prefix is not None:
-            self._tokens -= len(prefix.prompt)

@@ -18,7 +18,7 @@ from rewarm.cache.tiers.disk.tier import DiskTier
 from rewarm.engine import Engine, EngineStats
 from rewarm.errors import CacheClosed, NotReady
 from rewarm.generate.generation import Run
-from rewarm.values import Cost, Reason
+from rewarm.values import Reason
 
 FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -114,15 +114,10 @@ class Metrics:
             self._missed.labels(run.miss["reason"]).inc()
             self._missed_tokens.labels(run.miss["reason"]).inc(run.miss.get("tokens", 0))
         if tokens:
-            self._timed(cost, endpoint)
-
-    def _timed(self, cost: Cost, endpoint: str) -> None:
-        for name, ms in cost.timings.items():
-            part = name.removesuffix("_ms")
-            if part == "ttft":
-                self._first_token.labels(endpoint).observe(ms / 1e3)
-            else:
-                self._part.labels(part).observe(ms / 1e3)
+            parts = cost.timings
+            self._first_token.labels(endpoint).observe(parts.pop("ttft_ms") / 1e3)
+            for name, ms in parts.items():
+                self._part.labels(name.removesuffix("_ms")).observe(ms / 1e3)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

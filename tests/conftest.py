@@ -19,12 +19,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import hypothesis
 
 from rewarm import accel
-from rewarm.accel import cpu, replace
+from rewarm.accel import cpu, replacement
 
 # Models are to run as `Session` and the server run them. What is replaced in a module of mlx-lm is
 # replaced now: a test that is the first to import one would undo only half of it.
 for place in cpu.COMPILED:
-    import_module(replace.MODELS + place.module)
+    import_module(replacement.MODELS + place.module)
 accel.install()
 
 from .leaks import uncollected  # noqa: E402, F401

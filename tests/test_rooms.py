@@ -35,12 +35,10 @@ GATEWAY = (
     "rewarm.prompt.chat",
     "rewarm.prompt.messages",
     "rewarm.generate.options",
-    "rewarm.server.openai.parse",
-    "rewarm.server.anthropic.parse",
-    "rewarm.server.anthropic.blocks",
     "rewarm.server.auth",
+    *(f"rewarm.server.{path.parent.name}.parse" for path in sorted(HOME.glob("server/*/parse.py"))),
 )
-"""The modules that a program imports which only passes requests on."""
+"""The modules that a program imports which only passes requests on: every dialect's parser too."""
 
 ALLOWED = {
     ("options.py", "errors"),

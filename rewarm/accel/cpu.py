@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from . import is_off
 from .depthwise import is_depthwise, with_bias
-from .replace import Replacement, nn, put, swap
+from .replacement import Replacement, nn, put, swap
 
 # tanh(x) = x P(x^2) / Q(x^2) up to TANH_END, within 1e-8. Beyond, tanh(x) is 1 within 1.3e-7.
 TANH_END = 8.3

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from .device import is_cuda
 from .kernels.delta import HEADER, SOURCE
-from .launch import FLOATS, Launch, agree, kernel
+from .launch import CHECKED, FLOATS, Launch, agree, kernel
 
 Rule = Callable[..., tuple[mx.array, mx.array]]
 
@@ -18,8 +18,6 @@ HALF = 128
 """Threads of a block that hold the state. As many others load the tokens."""
 FULL = 100
 """Blocks below which some processors of a large GPU have none."""
-CHECKED = 37
-"""Tokens of the check before first use: several tiles, of which the last one is not full."""
 
 
 class Form(NamedTuple):

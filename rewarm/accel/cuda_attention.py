@@ -17,8 +17,8 @@ import mlx.core as mx
 from . import is_off
 from .device import is_cuda
 from .kernels.attention import ATTENTION, HEAD_DIMS, HEADER, TOGETHER
-from .launch import Launch, agree, kernel
-from .replace import swap
+from .launch import CHECKED, Launch, agree, kernel
+from .replacement import swap
 
 PLANNED_DIM = 128
 """Many queries of heads up to this size go through cuDNN, whose kernel is then the faster one."""
@@ -189,7 +189,7 @@ def fits(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> 
 def agrees(variant: AttentionVariant) -> bool:
     """Try the kernel on a few tokens, and return true where it agrees with MLX's own."""
     dtype, dim, causal, hopper = variant
-    queries, keys = 37 if hopper else 21, 12 * LEAST_KEYS + 5
+    queries, keys = CHECKED if hopper else 21, 12 * LEAST_KEYS + 5
     shapes = ((1, 4, queries, dim), (1, 2, keys, dim), (1, 2, keys, dim))
     draw = (mx.random.normal(s, key=mx.random.key(i)) for i, s in enumerate(shapes))
     q, k, v = (x.astype(dtype) for x in draw)

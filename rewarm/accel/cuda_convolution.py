@@ -14,8 +14,8 @@ import mlx.core as mx
 from . import is_off
 from .depthwise import is_depthwise, with_bias
 from .device import is_cuda
-from .launch import FLOATS, Launch, agree, kernel
-from .replace import nn, swap
+from .launch import CHECKED, FLOATS, Launch, agree, kernel
+from .replacement import nn, swap
 
 MOST_TOKENS = 1 << 16
 """The most tokens that a launch takes: CUDA limits the blocks of this dimension."""
@@ -92,7 +92,7 @@ def _convolution(self: Any, x: mx.array) -> mx.array:
 @functools.cache
 def agrees(dtype: mx.Dtype, taps: int) -> bool:
     """Try the kernel on a few tokens, and return true where it agrees with MLX's own."""
-    x = mx.random.normal((2, 37, 48), key=mx.random.key(0)).astype(dtype)
+    x = mx.random.normal((2, CHECKED, 48), key=mx.random.key(0)).astype(dtype)
     weight = mx.random.normal((48, taps, 1), key=mx.random.key(1)).astype(dtype)
     return agree(
         "depthwise convolutions are left to MLX",

@@ -12,6 +12,7 @@ So all of it is matrix products, but for S, which goes from chunk to chunk.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,10 +21,8 @@ import numpy as np
 
 from . import cuda, is_off
 from .cuda import Rule
-from .replace import check_parameters, note, say_once
+from .replacement import MODELS, Replacement, put, warn_once
 
-PARAMETERS = ("q", "k", "v", "g", "beta", "state", "mask")
-"""The parameters of mlx-lm's function that is replaced."""
 GPU_CHUNK = 64
 """Tokens of a chunk on a GPU, where launches cost more than the work."""
 CPU_CHUNK = 32
@@ -40,7 +39,7 @@ GPU_PAYS = 8
 CPU_PAYS = 2**17
 """The same on a CPU, in tokens times the numbers of a state."""
 
-_stock: Rule | None = None
+_stock: dict[str, Rule] = {}
 
 
 class Decayed(NamedTuple):
@@ -65,23 +64,15 @@ def install() -> bool:
 
     On Metal mlx-lm has a kernel of its own, and nothing is replaced.
     """
-    global _stock
     if is_off() or mx.metal.is_available():
         return False
+    otherwise = "gated delta layers run token by token"
     try:
-        from mlx_lm.models import gated_delta
-
-        found: Rule = gated_delta.gated_delta_ops
-        if found is _installed:
-            return True
-        check_parameters(found, PARAMETERS)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        say_once("gated delta layers run token by token", str(error))
+        importlib.import_module(MODELS + REPLACED.module)
+    except ImportError as error:
+        warn_once(otherwise, str(error))
         return False
-    _stock = found
-    note(_installed, found)
-    gated_delta.gated_delta_ops = _installed
-    return True
+    return put(REPLACED, _stock, otherwise)
 
 
 def _installed(
@@ -96,13 +87,22 @@ def _installed(
     return rule_for(q, k, v, g, beta, mask)(q, k, v, g, beta, state, mask)
 
 
+REPLACED = Replacement(
+    "gated_delta",
+    "gated_delta_ops",
+    ("q", "k", "v", "g", "beta", "state", "mask"),
+    _installed,
+)
+
+
 def rule_for(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, mask: mx.array | None
 ) -> Rule:
     """The fastest way to compute the rule for such arrays on this device."""
     if cuda.fits(q, k, v, g, beta) and cuda.agrees(chunked, cuda.variant_of(q, v, g, beta, mask)):
         return cuda.in_steps
-    return chunked if _stock is None or _pays(q, v) else _stock
+    stock = _stock.get(REPLACED.name)
+    return chunked if stock is None or _pays(q, v) else stock
 
 
 def _pays(q: mx.array, v: mx.array) -> bool:

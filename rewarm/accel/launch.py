@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
 
-log = logging.getLogger("rewarm")
+from .replacement import warn_once
 
 Launch = Callable[..., Sequence[mx.array]]
 
+CHECKED = 37
+"""Tokens of the check before first use: several tiles, of which the last one is not full."""
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 TOLERANCE = 1e-2
 """The relative error that the check allows: products may be TF32, outputs bfloat16."""
-
-_said: set[str] = set()
 
 
 def kernel(
@@ -58,9 +57,7 @@ def agree(
             if not off <= TOLERANCE:
                 raise ValueError(f"its result is {off:.1e} off")
     except (RuntimeError, ValueError) as error:
-        if otherwise not in _said:
-            why = " ".join(str(error).split())[:300]  # a compiler's list of errors is long
-            log.warning("%s: the CUDA kernel is no use here: %s", otherwise, why)
-        _said.add(otherwise)
+        why = " ".join(str(error).split())[:300]  # a compiler's list of errors is long
+        warn_once(otherwise, f"the CUDA kernel is no use here: {why}")
         return False
     return True

@@ -28,7 +28,7 @@ from .delta import (
     products_by_key,
     stretches,
 )
-from .replace import Function, Replacement, nn, put
+from .replacement import Function, Replacement, nn, put
 
 PAYS = 8
 """Tokens from which these are faster than a loop."""

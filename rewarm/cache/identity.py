@@ -28,7 +28,7 @@ import xxhash
 from mlx.nn.layers.base import Module
 
 from rewarm import accel
-from rewarm.accel import blas, replace
+from rewarm.accel import blas, replacement
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -211,7 +211,7 @@ class _Describer:
         if type(thing) in PLAIN:
             return f"{type(thing).__name__}:{thing!r}"
         if isinstance(thing, types.FunctionType):
-            thing = replace.original(thing)
+            thing = replacement.original(thing)
         number = self._numbers.setdefault(id(thing), len(self._todo))
         if number == len(self._todo):
             self._todo.append(thing)

@@ -19,7 +19,7 @@ from mlx_lm.models import activations, iquestloopcoder, step3p5
 from mlx_lm.models.cache import make_prompt_cache
 
 from rewarm.accel import cpu
-from rewarm.accel.replace import MODELS, Replacement
+from rewarm.accel.replacement import MODELS, Replacement
 from tests import zoo
 from tests.accel.test_delta import distance
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from rewarm.accel import cuda, cuda_attention, delta, launch
+from rewarm.accel import cuda, cuda_attention, delta, replacement
 from tests.accel.test_delta import (
     Case,
     Inputs,
@@ -48,7 +48,7 @@ def on_a_cpu() -> Iterator[None]:
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel was not checked before the test, and its checks are forgotten after it."""
-    monkeypatch.setattr(launch, "_said", set())
+    monkeypatch.setattr(replacement, "_warned", set())
     cuda.agrees.cache_clear()
     yield
     cuda.agrees.cache_clear()

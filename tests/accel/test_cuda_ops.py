@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx import nn
 
-from rewarm.accel import cuda_attention, cuda_convolution, cuda_rows, launch
+from rewarm.accel import cuda_attention, cuda_convolution, cuda_rows, replacement
 from rewarm.accel.cuda_rows import Heads, RowSpan
 from rewarm.cache import PrefixCache
 from rewarm.cache.payload import Packing, Rows, chained, join
@@ -31,7 +31,7 @@ KERNELS = [cuda_attention.agrees, cuda_convolution.agrees, cuda_rows.agrees]
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No kernel was checked before the test, and the checks are forgotten after it."""
-    monkeypatch.setattr(launch, "_said", set())
+    monkeypatch.setattr(replacement, "_warned", set())
     for agrees in KERNELS:
         agrees.cache_clear()
     yield

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 from mlx_lm.models import gated_delta
 
-from rewarm.accel import delta
+from rewarm.accel import delta, replacement
 from tests.sets import SOAK
 
 Array = npt.NDArray[np.float64]
@@ -288,7 +288,7 @@ def test_a_gradient_passes_through() -> None:
 
 def stock_rule() -> delta.Rule:
     """mlx-lm's own rule, even where an earlier test has replaced it."""
-    return delta._stock or gated_delta.gated_delta_ops
+    return delta._stock.get("gated_delta_ops", gated_delta.gated_delta_ops)
 
 
 @pytest.fixture
@@ -296,7 +296,8 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> delta.Rule:
     """mlx-lm as it comes; whatever a test installs is undone."""
     stock = stock_rule()
     monkeypatch.setattr(gated_delta, "gated_delta_ops", stock)
-    monkeypatch.setattr(delta, "_stock", None)
+    monkeypatch.setattr(delta, "_stock", {})
+    monkeypatch.setattr(replacement, "_warned", set())
     monkeypatch.delenv("REWARM_ACCEL", raising=False)
     return stock
 
@@ -350,7 +351,7 @@ def test_install_twice_is_install_once(untouched: delta.Rule) -> None:
     assert first is not untouched
     assert delta.install()
     assert gated_delta.gated_delta_ops is first
-    assert delta._stock is untouched
+    assert delta._stock == {"gated_delta_ops": untouched}
 
 
 @pytest.mark.parametrize("value", ["0", "off"])

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from rewarm.accel import delta, scans
-from rewarm.accel.replace import Replacement
+from rewarm.accel.replacement import Replacement
 from tests import zoo
 from tests.accel.test_delta import distance, off_metal
 

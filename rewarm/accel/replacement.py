@@ -18,6 +18,7 @@ MODELS = "mlx_lm.models."
 nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow
 
 _stock_of: dict[Function, Function] = {}
+_warned: set[str] = set()
 
 
 class Replacement(NamedTuple):
@@ -50,7 +51,7 @@ def put(new: Replacement, stock: dict[str, Function], otherwise: str) -> bool:
                 return False  # another program has put its own over ours
             note(new.ours, found)
     except (AttributeError, TypeError, ValueError) as error:
-        say_once(otherwise, str(error))
+        warn_once(otherwise, f"not the mlx-lm that is known: {error}")
         return False
     setattr(owner, name, new.ours)
     for other, each in list(sys.modules.items()):
@@ -87,6 +88,8 @@ def check_parameters(found: Function, expected: tuple[str, ...]) -> None:
         raise TypeError(f"{found.__name__} takes {', '.join(takes)}")
 
 
-@functools.cache
-def say_once(otherwise: str, why: str) -> None:
-    log.warning("%s: not the mlx-lm that is known: %s", otherwise, why)
+def warn_once(otherwise: str, why: str) -> None:
+    """Log what happens instead of ours, and why. It is logged once in a process."""
+    if otherwise not in _warned:
+        log.warning("%s: %s", otherwise, why)
+    _warned.add(otherwise)

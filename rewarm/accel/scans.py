@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import cpu, is_off
+from .cuda import Rule
 from .delta import (
     chunk_size,
     decay_by_head,
@@ -28,7 +29,7 @@ from .delta import (
     products_by_key,
     stretches,
 )
-from .replacement import Function, Replacement, nn, put
+from .replacement import Replacement, nn, put
 
 PAYS = 8
 """Tokens from which these are faster than a loop."""
@@ -39,7 +40,7 @@ WIDE = 2**12
 BLOCK = 64
 """Tokens of a state-space layer whose states are held at once. Each has thousands of numbers."""
 
-_stock: dict[str, Function] = {}
+_stock: dict[str, Rule] = {}
 
 
 def install() -> bool:
@@ -88,8 +89,7 @@ def _step(a: mx.array, h: mx.array, x: mx.array) -> mx.array:
 def _rnn_scan(x: mx.array, a: mx.array, h0: mx.array | None) -> tuple[mx.array, mx.array]:
     """Stand in for `recurrent_gemma.rnn_scan`."""
     if x.shape[1] < PAYS:
-        found: tuple[mx.array, mx.array] = _stock["rnn_scan"](x, a, h0)
-        return found
+        return _stock["rnn_scan"](x, a, h0)
     y, h = scan(mx.broadcast_to(a, x.shape), x, mx.zeros_like(x[:, 0]) if h0 is None else h0)
     return y.astype(x.dtype), h.astype(x.dtype)
 
@@ -123,8 +123,7 @@ def _jamba_step(
 ) -> tuple[mx.array, mx.array]:
     """Stand in for `jamba.JambaMambaMixer.ssm_step`."""
     if x.shape[1] < PAYS:
-        found: tuple[mx.array, mx.array] = _stock["ssm_step"](self, x, rates, state)
-        return found
+        return _stock["ssm_step"](self, x, rates, state)
     rank, size = self.time_step_rank, self.ssm_state_size
     times, writes, reads = mx.split(self.x_proj(x), [rank, rank + size], axis=-1)
     times = nn.softplus(self.dt_proj(self.dt_layernorm(times)))
@@ -162,8 +161,7 @@ def _gla(
     q, k and v are [B, H, T, D], h is [B, H, Dk, Dv], and g is the logarithm of each head's gate."""
     batch, heads, length, key_dim = q.shape
     if length < PAYS:
-        found: tuple[mx.array, mx.array] = _stock["recurrent_gla"](q, k, v, g, scale, h)
-        return found
+        return _stock["recurrent_gla"](q, k, v, g, scale, h)
     size = chunk_size(length, key_dim, v.shape[-1], by_key=False)
     cut = functools.partial(in_chunks, size=size, key_heads=heads)
     gates = mx.broadcast_to(mx.exp(g.astype(mx.float32)), (batch, length, heads))
@@ -183,9 +181,9 @@ def _gla(
 
 def _wkv7(self: Any, r: mx.array, *others: Any) -> tuple[mx.array, mx.array]:
     """Stand in for `rwkv7.Rwkv7TimeMixing._wkv7`."""
-    rule = wkv7 if r.shape[1] >= PAYS else functools.partial(_stock["_wkv7"], self)
-    found: tuple[mx.array, mx.array] = rule(r, *others)
-    return found
+    if r.shape[1] < PAYS:
+        return _stock["_wkv7"](self, r, *others)
+    return wkv7(r, *others)
 
 
 def wkv7(

@@ -10,7 +10,7 @@ import importlib
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from rewarm.errors import InvalidOption
 
@@ -218,7 +218,3 @@ def random_model(name: str) -> Any:
     model = build(name, dtype())
     mx.eval(model.parameters())
     return model
-
-
-def parameters(model: Any) -> dict[str, mx.array]:
-    return dict(cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters())))

@@ -66,7 +66,7 @@ class Bench:
         with ExitStack() as stack:
             found = [stack.enter_context(side) for side in starting]
             for side in self.each("starting servers", found):
-                side.wake(self.location)
+                side.wait_until_ready(self.location)
             yield found
 
     @cached_property
@@ -98,7 +98,7 @@ class Bench:
             return self.text(tokens)
         return f"Write a story about {self.text(tokens - 10)}"
 
-    def endings(self, answer: int) -> dict[str, Any]:
+    def ending_fields(self, answer: int) -> dict[str, Any]:
         """Request fields with which a random model ends its answers after about `answer` tokens.
 
         Its thinking ends somewhere before. Only an answer that ends by itself has a next turn to
@@ -218,14 +218,14 @@ def run(
         interrupted = True
     finally:
         result.seconds = time.perf_counter() - began
-        if result.measured or interrupted:
+        if result.has_rows or interrupted:
             console = Console()
             if not console.is_terminal:
                 console.width = max(console.width, WIDE)
             result.show(console)
-        if json is not None and result.measured:
+        if json is not None and result.has_rows:
             result.save(json)
-        if plot is not None and result.measured:
+        if plot is not None and result.has_rows:
             plot.parent.mkdir(parents=True, exist_ok=True)
             plot.write_text(draw_all(result.plots))
     return result

@@ -27,9 +27,9 @@ class Talk:
 
     def ask(self, messages: Messages, answer: int, *, ends: bool = False) -> Answered:
         """Ask without changing the history. With `ends` the answer ends by itself, or is cut."""
-        endings = self.bench.endings(answer) if ends else {}
+        endings = self.bench.ending_fields(answer) if ends else {}
         reply = self.side.ask(messages, 4 * answer if endings else answer, endings)
-        self.side.settle(reply)
+        self.side.wait_for_warm_ahead(reply)
         self.replies.append(reply)
         self.prompts.append(self.bench.tokens(messages))
         return reply
@@ -67,7 +67,7 @@ def chat(bench: Bench, turns: int, answer: int, shared: int, memory: str | None 
         with bench.concluding(lambda: _whole_chats(bench, talks)):
             for turn, talk in bench.in_turns("turns", talks, turns):
                 reply, name = talk.say(questions[turn], answer, ends=True), talk.side.name
-                nbytes = talk.side.held()
+                nbytes = talk.side.held_bytes()
                 hits.add(name, turn + 1, 100 * hit(reply))
                 times.add(name, turn + 1, 1e3 * reply.ttft)
                 if nbytes is not None:
@@ -164,7 +164,7 @@ def restart(bench: Bench, turns: int, answer: int) -> None:
             history: Messages = [first]
             for life in (questions[:turns], questions[turns:]):
                 with running() as side:
-                    side.wake(bench.location)
+                    side.wait_until_ready(bench.location)
                     for question in life:
                         history.append(user(question))
                         reply = side.ask(history, answer)

@@ -88,23 +88,25 @@ def hit(*replies: Answered) -> float:
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=PATIENCE) as response:
-        return json.loads(response.read())
+    return json.loads(_body(url))
 
 
 def read_metric(url: str, name: str) -> float:
     """The sum of a Prometheus metric over its labels."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE) as response:
-        lines = response.read().decode().splitlines()
+    lines = _body(f"{url}/metrics").decode().splitlines()
     return sum(
         float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name
     )
 
 
 def delete(url: str) -> None:
-    request = urllib.request.Request(url, method="DELETE")
+    _body(urllib.request.Request(url, method="DELETE"))
+
+
+def _body(request: str | urllib.request.Request) -> bytes:
     with urllib.request.urlopen(request, timeout=PATIENCE) as response:
-        response.read()
+        body: bytes = response.read()
+    return body
 
 
 def _take(answer: Answered, event: dict[str, Any], now: float) -> None:

@@ -108,14 +108,14 @@ def agent(bench: Bench, name: str, recorded: list[Messages], answer: int) -> Non
                         f"{sum(r.prompt for r in replies):,}",
                         *_work(replies, tokens),
                         f"{1e3 * Spread.of(r.ttft for r in replies).median:.0f}",
-                        megabytes(side.held()),
+                        megabytes(side.held_bytes()),
                     )
             compare_ttft(bench, [(side, got[side.name]) for side in sides])
 
         with bench.concluding(summary):
             for i, side in bench.in_turns("requests", sides, len(prompts)):
                 reply = side.ask(prompts[i], answer)
-                side.settle(reply)
+                side.wait_for_warm_ahead(reply)
                 got[side.name].append(reply)
                 hits.add(side.name, i + 1, 100 * hit(reply))
                 times.add(side.name, i + 1, 1e3 * reply.ttft)

@@ -31,7 +31,7 @@ class Spread:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """How many times as much `theirs` is, round by round: what disturbed a round disturbed both.
+    """The ratio of `theirs` to `ours`, round by round: a disturbance of a round hits both sides.
 
     Only rounds that both have count, since a run may have been interrupted."""
     return Spread.of(b / a for a, b in zip(ours, theirs, strict=False))

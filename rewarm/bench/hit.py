@@ -32,11 +32,7 @@ SHOWN = 20
 def hit(bench: Bench, arch: str, length: int, kernels: Path | None) -> None:
     """Take hits of one long prompt apart. Each part is waited for, which a request does not do.
 
-    `kernels` is a folder for a trace of one hit (CUDA, with PyTorch)."""
-    if kernels is not None:
-        import torch
-
-        torch.zeros(1, device="cuda")  # PyTorch must see the GPU before MLX does
+    `kernels` is a folder for a trace of one hit; call `prepare_profiler` first."""
     accel.install()
     model = random_model(arch)
     cache = PrefixCache(model)
@@ -82,6 +78,13 @@ def _passes(bench: Bench, model: Any, cache: PrefixCache, prompt: Tokens, size: 
                 model(mx.array(tokens)[None], cache=caches)
                 mx.eval([c.state for c in caches])
         sheet.add(count, f"{median(rounds)['pass']:.1f}")
+
+
+def prepare_profiler() -> None:
+    """Make PyTorch's profiler usable: PyTorch must use the GPU before MLX does."""
+    import torch
+
+    torch.zeros(1, device="cuda")
 
 
 def _kernels(bench: Bench, do: Callable[[], object], folder: Path) -> None:

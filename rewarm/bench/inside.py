@@ -19,7 +19,7 @@ from .bench import NO_WARM, Bench, Messages, system
 from .client import Answered
 from .figures import Spread, megabytes, ratios, trie_size
 from .result import Plot, Sheet
-from .sides import Side, other
+from .sides import other
 
 
 def memory(bench: Bench, conversations: int, turns: int, answer: int) -> None:
@@ -34,7 +34,7 @@ def memory(bench: Bench, conversations: int, turns: int, answer: int) -> None:
     starting = other(bench.peer, bench.location) if bench.peer else nullcontext()
     with starting as peer, bench.steps("turns", conversations * turns) as step:
         if peer is not None:
-            peer.wake(bench.location)
+            peer.wait_until_ready(bench.location)
         session = Session(*rewarm.load(bench.location))
         chats: list[Messages] = [[system(bench.text(300))]] * conversations
         prompts: list[list[int]] = []
@@ -59,15 +59,10 @@ def memory(bench: Bench, conversations: int, turns: int, answer: int) -> None:
                 f"{stats.held / distinct:,.0f}",
                 f"{rows / distinct:,.0f}",
                 f"{kinds['checkpoint'] / max(stats.held, 1):.0%}",
-                *([_peers_bytes(peer, plot, turn + 1, distinct)] if peer is not None else []),
+                *([megabytes(peer.held_bytes())] if peer is not None else []),
             )
-
-
-def _peers_bytes(peer: Side, plot: Plot, turn: int, distinct: int) -> str:
-    held = peer.held()
-    if held is not None:
-        plot.add(peer.name, turn, held / distinct / 1e3)
-    return megabytes(held)
+            if peer is not None and (held := peer.held_bytes()) is not None:
+                plot.add(peer.name, turn + 1, held / distinct / 1e3)
 
 
 class Generated(NamedTuple):

@@ -42,11 +42,14 @@ def page(bench: Bench, answer: int, polls: float) -> None:
             for path, times in QUESTIONS.items():
                 took = [_cost(side, path, tasks, change) for _ in bench.each(path, range(times))]
                 sheet.add(path, f"{1e3 * sum(took) / times:.2f}")
+        questions = cycle((LIVE, TREE))
+
+        def poll() -> None:
+            get(side.url + next(questions))
+
         rates: dict[str, list[float]] = {"alone": [], "polled": []}
         with bench.concluding(partial(_rows, bench, rates, polls)):
             for _, way in bench.in_turns("streams", list(rates), bench.rounds):
-                questions = cycle((LIVE, TREE))
-                poll = partial(_poll, side, questions)
                 polling = _repeated(poll, EVERY / polls) if way == "polled" else nullcontext()
                 with _repeated(change, EVERY), polling:
                     rates[way].append(_rate(bench, side, answer))
@@ -65,10 +68,6 @@ def _rows(bench: Bench, rates: dict[str, list[float]], polls: float) -> None:
 
 def _change(bench: Bench, side: Side) -> None:
     side.ask([bench.user(20)], 1)
-
-
-def _poll(side: Side, questions: Iterator[str]) -> None:
-    get(side.url + next(questions))
 
 
 def _cost(side: Side, path: str, tasks: Path, change: Callable[[], None]) -> float:

@@ -152,8 +152,8 @@ def _rows(sheet: Sheet, arch: str, length: int, workers: Sequence[Worker], rate:
 
 
 def _recurrent_flops(arch: str) -> float:
-    """What the recurrent layers of a hybrid compute for a token beside their weights: a
-    multiplication, and three multiplications with an addition, for each number of a state."""
+    """FLOPs of a hybrid's recurrent layers for a token, beside their weights: a multiplication, and
+    three multiplications with an addition, for each number of a state."""
     text = text_config(arch)
     if "linear_num_value_heads" not in text:
         return 0.0

@@ -8,11 +8,12 @@ from functools import lru_cache
 from typing import Any, cast
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from rewarm.cache.layout import Layout
 
-from .archs import build, parameters, text_config
+from .archs import build, text_config
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def _weight_flops(model: Any, text: dict[str, Any]) -> float:
     """FLOPs of a token for all weights but the embedding, the head, and experts that are not
     chosen."""
     total = 0.0
-    for name, value in parameters(model).items():
+    for name, value in cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters())):
         if value.ndim < 2 or "embed" in name or "lm_head" in name:
             continue
         share = 1.0

@@ -67,7 +67,7 @@ class Result:
         return self.plots[-1]
 
     @property
-    def measured(self) -> bool:
+    def has_rows(self) -> bool:
         return any(sheet.rows for sheet in self.sheets)
 
     def show(self, console: Console) -> None:
@@ -84,7 +84,7 @@ class Result:
         for name, value in self.figures.items():
             console.print(f"{name}: [bold]{value}[/]", highlight=False)
         if not self.complete:
-            done = "this is what was done" if self.measured else "nothing was measured yet"
+            done = "this is what was done" if self.has_rows else "nothing was measured yet"
             console.print(f"[yellow]interrupted: {done}[/]")
 
     def save(self, path: Path) -> None:

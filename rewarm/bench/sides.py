@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,14 +79,14 @@ class Side:
     ahead: int = 0
     """The tokens that warm-ahead had computed at the last look."""
 
-    def wake(self, location: str) -> None:
+    def wait_until_ready(self, location: str) -> None:
         """Wait until it is ready and has answered a first request, which no scenario measures.
 
         `location` is the model that it was started with."""
         _wait_until_ready(self)
         if not self.ours and self.name != MLX_LM:
             self.model = _model_name(self.url, location)
-        self.settle(self.ask([{"role": "user", "content": "Hello."}], 2))
+        self.wait_for_warm_ahead(self.ask([{"role": "user", "content": "Hello."}], 2))
 
     def ask(
         self, messages: list[dict[str, Any]], max_tokens: int, more: dict[str, Any] | None = None
@@ -99,7 +99,7 @@ class Side:
         except (OSError, http.client.HTTPException) as error:
             raise NotReady(f"{self.name} does not answer: {error}") from error
 
-    def settle(self, reply: Answered) -> None:
+    def wait_for_warm_ahead(self, reply: Answered) -> None:
         """Wait until warm-ahead after this reply is done, as it is while a person reads.
 
         Warm-ahead begins a moment after an answer that ended by itself, and never after others."""
@@ -115,7 +115,7 @@ class Side:
                 return
             time.sleep(0.01)
 
-    def held(self) -> int | None:
+    def held_bytes(self) -> int | None:
         """The bytes that its cache holds; None where it does not say."""
         if self.ours:
             kinds = get(f"{self.url}/v1/cache")["bytes"]["memory"]
@@ -156,23 +156,18 @@ def command(peer: str, model: str, port: int) -> list[str]:
     return [w.replace("{model}", model).replace("{port}", str(port)) for w in words]
 
 
-@contextmanager
-def rewarm(model: str, options: Sequence[str] = ()) -> Iterator[Side]:
-    """Start our own server with these options. Call `wake` before you ask it anything."""
+def rewarm(model: str, options: Sequence[str] = ()) -> AbstractContextManager[Side]:
+    """Start our own server with these options. Call `wait_until_ready` before a request."""
     port = _free_port()
     words = ["-m", "rewarm", "serve", model, "--port", str(port), *options]
-    name = " ".join(["rewarm", *options])
-    with _started([sys.executable, *words], name, port, ours=True) as side:
-        yield side
+    return _started([sys.executable, *words], " ".join(["rewarm", *options]), port, ours=True)
 
 
-@contextmanager
-def other(peer: str, model: str) -> Iterator[Side]:
+def other(peer: str, model: str) -> AbstractContextManager[Side]:
     """Start a peer. A command is too long for a table, so its name is "peer"."""
     port = _free_port()
     name = peer if peer == MLX_LM else "peer"
-    with _started(command(peer, model, port), name, port, ours=False) as side:
-        yield side
+    return _started(command(peer, model, port), name, port, ours=False)
 
 
 @contextmanager

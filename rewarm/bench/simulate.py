@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from rewarm.cache import LRU, WorkPerByte
+from rewarm.cache import LRU, PrefixCache, WorkPerByte
 from rewarm.cache.retention import Item, Retention
 from rewarm.cache.tree import WIDTH, Node
 from rewarm.cache.worth import checkpoints_below
@@ -139,23 +139,22 @@ def replay(
 
     Answers are not stored: the traces do not say which tokens of the next prompt they are."""
     trie = trie_tokens or trace.trie_tokens()
-    outcomes = [
-        _replayed(trace, profile, memory, way(trace), trie, chunk, on_request)
-        for way in WAYS[policy]
-    ]
+    outcomes: list[Outcome] = []
+    for way in WAYS[policy]:
+        retention = way(trace)
+        cache = sized_cache(profile, memory, retention, chunk)
+        outcomes.append(_replayed(trace, profile, cache, retention, trie, on_request))
     return max(outcomes, key=lambda outcome: outcome.hit_rate)
 
 
 def _replayed(
     trace: Trace,
     profile: Profile,
-    memory: int,
+    cache: PrefixCache,
     retention: Retention,
     trie_tokens: int,
-    chunk: int,
     on_request: Callable[[], None],
 ) -> Outcome:
-    cache = sized_cache(profile, memory, retention, chunk)
     cached = 0
     saved = total = 0.0
     for i, request in enumerate(trace.requests):

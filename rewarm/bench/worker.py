@@ -24,6 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from rewarm.accel import delta
 
 from .archs import dtype, random_model, vocabulary
+from .local import milliseconds
 
 WARM_UP = 64
 """Tokens of a first prompt: what MLX compiles for every length is compiled with it."""
@@ -65,25 +66,20 @@ def prefill(model: Any, caches: list[Any], tokens: int, size: int) -> float:
 def decode(model: Any, caches: list[Any], tokens: int) -> float:
     """The median seconds of a token after the last prompt."""
     token = mx.zeros((1, 1), mx.int32)
-    times = []
-    for _ in range(tokens):
-        began = time.perf_counter()
+
+    def step() -> None:
+        nonlocal token
         token = mx.argmax(model(token, cache=caches)[:, -1:], axis=-1)
         mx.eval(token)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+
+    return statistics.median(milliseconds(step) for _ in range(tokens)) / 1e3
 
 
 def product(size: int) -> float:
     """The least seconds of a product of two square matrices."""
     a, b = (mx.random.normal((size, size)).astype(dtype()) for _ in range(2))
     mx.eval(a, b)
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        mx.eval(a @ b)
-        times.append(time.perf_counter() - began)
-    return min(times)
+    return min(milliseconds(lambda: mx.eval(a @ b)) for _ in range(5)) / 1e3
 
 
 if __name__ == "__main__":

@@ -266,6 +266,8 @@ def hit(
     """A hit part by part: look-up, restore, the new tokens, storing them, the first step."""
     from rewarm.bench import hit
 
+    if kernels is not None:
+        hit.prepare_profiler()
     return lambda bench: hit.hit(bench, arch, length, kernels)
 
 

@@ -26,4 +26,4 @@ and sums:
   What is 348 + 275?           What is 512 - 77?
   Who are you?                 What can you do?
 A table of your own, with a "name: value" in each line: /system @FILE"""
-"""What it can be asked, with that table."""
+"""Questions that it can answer with that table."""

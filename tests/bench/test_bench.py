@@ -280,7 +280,7 @@ def test_prefix_measures_what_the_context_has_room_for(
     ],
 )
 def test_a_scenario_without_servers_fills_its_tables(words: str, tmp_path: Path) -> None:
-    """Those for a GPU are needed on machines where there is no time to mend them."""
+    """Scenarios for a GPU run on a CPU too, so that a mistake is found here."""
     out = tmp_path / "out.json"
     done = CliRunner().invoke(app, ["bench", *words.split(), "--json", str(out)])
     assert done.exit_code == 0, done.output

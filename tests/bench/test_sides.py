@@ -86,7 +86,7 @@ def wait_for(notes: Path, lines: int, process: subprocess.Popen[str]) -> list[st
 def test_any_server_can_be_a_peer_and_is_stopped_with_all_it_started(tmp_path: Path) -> None:
     peer, notes = server(tmp_path)
     with other(peer, "some/model") as side:
-        side.wake("some/model")
+        side.wait_until_ready("some/model")
         reply = side.ask([{"role": "user", "content": "Hello?"}], 4)
         assert (reply.text, reply.prompt, reply.counted) == ("Yes.", 10, False)
     pid, *models = notes.read_text().splitlines()
@@ -129,7 +129,7 @@ def test_a_peer_that_ends_at_once_is_quoted() -> None:
         pytest.raises(NotReady, match=r"(?s)ended with 3.*no weights there"),
         other(dies, "") as side,
     ):
-        side.wake("")
+        side.wait_until_ready("")
 
 
 def test_a_peer_that_never_answers_is_given_up_and_stopped(
@@ -140,7 +140,7 @@ def test_a_peer_that_never_answers_is_given_up_and_stopped(
     idle = f"sh -c 'echo $$ > {notes}; echo loading; sleep 600' {{port}}"
     silent = pytest.raises(NotReady, match=r"(?s)neither /health nor /v1/models.*loading")
     with silent, other(idle, "") as side:
-        side.wake("")
+        side.wait_until_ready("")
     assert is_gone(int(notes.read_text()))
 
 

@@ -18,7 +18,7 @@ import pytest
 from mlx_lm.models import activations, iquestloopcoder, step3p5
 from mlx_lm.models.cache import make_prompt_cache
 
-from rewarm.accel import cpu
+from rewarm.accel import cpu, replacement
 from rewarm.accel.replacement import MODELS, Replacement
 from tests import zoo
 from tests.accel.test_delta import distance
@@ -119,6 +119,7 @@ def mlx_untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module, place in with_ours():
         monkeypatch.setattr(module, place.name, stock[place.name])
     monkeypatch.setattr(cpu, "_stock", {})
+    monkeypatch.setattr(replacement, "_warned", set())
     monkeypatch.delenv("REWARM_ACCEL", raising=False)
     yield
     for module, place in with_ours():

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from rewarm.accel import delta, scans
+from rewarm.accel import delta, replacement, scans
 from rewarm.accel.replacement import Replacement
 from tests import zoo
 from tests.accel.test_delta import distance, off_metal
@@ -105,6 +105,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             if name in scans._stock:
                 put[place] = getattr(owner, name)
                 setattr(owner, name, scans._stock[name])
+    monkeypatch.setattr(replacement, "_warned", set())
     monkeypatch.delenv("REWARM_ACCEL", raising=False)
     yield
     for place in put:

@@ -26,6 +26,8 @@ NAMES = ["llama", "qwen3_5", "gpt_oss"]
 class Held:
     """Fetches whose end the engine does not hear of until a test lets it."""
 
+    asked: list[Fetch] = field(default_factory=list)
+    """Those that an engine began. The cache begins others by itself, and ends them."""
     waiting: list[tuple[Fetch, Callable[[Fetch], None]]] = field(default_factory=list)
     cancelled: list[Fetch] = field(default_factory=list)
     taken_in: int = 0
@@ -43,6 +45,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     cancel, take_in = Fetch.cancel, PrefixCache.take_in
 
     def on_done(fetch: Fetch, call: Callable[[Fetch], None]) -> None:
+        held.asked.append(fetch)
         fetch.future.result(PATIENCE)
         if fetch.tokens:
             held.waiting.append((fetch, call))
@@ -50,7 +53,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
             call(fetch)  # there is nothing to wait for
 
     def cancelled(fetch: Fetch) -> None:
-        held.cancelled.append(fetch)
+        if fetch in held.asked:
+            held.cancelled.append(fetch)
         cancel(fetch)
 
     def taken_in(cache: PrefixCache, fetch: Fetch) -> Any:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from rewarm import accel
 from rewarm.cache import PrefixCache
-from rewarm.engine import Core, Loaded
+from rewarm.engine import Core, EngineParts
+from rewarm.engine.core import STREAM
 from rewarm.engine.decode.sampling import checked
 from rewarm.errors import InvalidOption, InvalidPrompt
-from rewarm.generate.generation import Delta, Progress, Reading, RunFailed
-from rewarm.generate.generation import Event as GenerationEvent
+from rewarm.generate.generation import Delta, Event, Prefilled, PromptFailed, Reading
 from rewarm.generate.generator import Generator
 from rewarm.generate.options import GenerationOptions
 from rewarm.generate.pump import CallerPump
@@ -29,28 +30,14 @@ from rewarm.prompt.render.renderer import ChatRenderer
 from rewarm.values import Cost, Sampling, Tokens
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """Tokens. `cached + prefilled == prompt`, unless the prefill was cancelled."""
 
-    cost: Cost
+    prompt_tokens: int
+    cached_tokens: int
+    replayed_tokens: int
+    prefilled_tokens: int
     completion_tokens: int
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.cost.match.tokens
-
-    @property
-    def cached_tokens(self) -> int:
-        return self.cost.match.resume
-
-    @property
-    def replayed_tokens(self) -> int:
-        return self.cost.replayed
-
-    @property
-    def prefilled_tokens(self) -> int:
-        return self.cost.prefilled
 
 
 @dataclass(frozen=True)
@@ -73,7 +60,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Event:
+class StreamEvent:
     """A step of a stream: text or reasoning as it comes. The last one carries the reply, and what
     was held back until the answer had ended."""
 
@@ -100,8 +87,8 @@ class Session:
         self.cache = cache if cache is not None else PrefixCache(model)
         self.cache.check_model(model)
         # One answer at a time: nothing of batches has to be tried out.
-        loaded = Loaded(model, tokenizer, self.cache)
-        core = Core(loaded, EngineOptions(max_batch=1), bounded=False)
+        parts = EngineParts(model, tokenizer, self.cache)
+        core = Core(parts, EngineOptions(max_batch=1), bounded=False)
         self._pump = CallerPump(core)
         self._generator = Generator(core, self._pump)
         self._last: Reading | None = None
@@ -141,7 +128,7 @@ class Session:
         template: dict[str, Any] | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
         cancel: threading.Event | None = None,
-    ) -> Iterator[Event]:
+    ) -> Iterator[StreamEvent]:
         """Answer messages, or continue a text or tokens, event by event.
 
         `template` goes to the chat template (`{"enable_thinking": False}`). `on_prefill` is told
@@ -181,26 +168,34 @@ class Session:
         if self._last is None:
             return
         self._generator.answered(self._last, self._last.runs[0])
-        self._pump.warm_up()
+        with self._wired():
+            self._pump.warm_up()
+
+    def _wired(self) -> AbstractContextManager[None]:
+        """Around all turns of an answer: what MLX does here takes longer than a token."""
+        wired: AbstractContextManager[None] = wired_limit(self.model, [STREAM])
+        return wired
 
     def _events(
         self,
         generation: Reading,
         on_prefill: Callable[[int, int], None] | None,
         cancel: threading.Event,
-    ) -> Iterator[Event]:
-        rest = Event()
+    ) -> Iterator[StreamEvent]:
+        rest, told = StreamEvent(), -1
         self._generator.submit(generation)
-        with closing(self._generator.events(generation)) as events:
+        with self._wired(), closing(self._generator.events(generation)) as events:
             for event in events:
-                if isinstance(event, Progress) and on_prefill is not None:
-                    on_prefill(event.done, event.total)
-                elif isinstance(event, Delta):
+                if isinstance(event, Delta):
                     rest = _step(event)
                     if event.sampled:
                         yield rest
-                        rest = Event()
-                elif isinstance(event, RunFailed):
+                        rest = StreamEvent()
+                elif isinstance(event, Prefilled):
+                    if on_prefill is not None and event.done != told:
+                        told = event.done
+                        on_prefill(told, event.total)
+                elif isinstance(event, PromptFailed):
                     raise event.error.__cause__ or event.error
                 if cancel.is_set():
                     self._generator.cancel(generation)
@@ -222,31 +217,39 @@ def _asked(prompt: Any, tools: list[Any] | None, template: dict[str, Any]) -> Ch
     return Text([cast("Sequence[int]", prompt)])
 
 
-def _put(generation: Reading, event: GenerationEvent) -> None:
-    if isinstance(event, RunFailed):
+def _put(generation: Reading, event: Event) -> None:
+    if isinstance(event, PromptFailed):
         # The engine tells of a failure while it handles what the model raised: the caller's own
         # thread ran it, so that is what the caller shall see.
         event.error.__cause__ = sys.exc_info()[1]
     generation.events.put(event)
 
 
-def _step(event: Delta) -> Event:
+def _step(event: Delta) -> StreamEvent:
+    text, reasoning = event.text, event.reasoning
     if not event.sampled:
-        return Event(event.text, event.reasoning)
+        return StreamEvent(text, reasoning)
     (sampled,) = event.sampled
-    return Event(event.text, event.reasoning, sampled.token, sampled.logprob)
+    return StreamEvent(text, reasoning, sampled.token, sampled.logprob)
 
 
 def _reply(generation: Reading) -> Reply:
     (choice,), (cost,) = generation.choices, generation.costs
+    answer = choice.answer
     logprobs = [s.logprob for s in choice.sampled if s.logprob is not None]
     return Reply(
-        text=choice.answer.text,
-        reasoning=choice.answer.reasoning,
-        tool_calls=choice.answer.calls,
+        text=answer.text,
+        reasoning=answer.reasoning,
+        tool_calls=answer.calls,
         tokens=[s.token for s in choice.sampled],
         finish_reason=choice.finish,
-        usage=Usage(cost, choice.tokens),
+        usage=Usage(
+            prompt_tokens=cost.match.tokens,
+            cached_tokens=cost.match.resume,
+            replayed_tokens=cost.replayed,
+            prefilled_tokens=cost.prefilled,
+            completion_tokens=choice.tokens,
+        ),
         timings=cost,
         logprobs=logprobs if generation.options.top_logprobs is not None else None,
     )
@@ -260,10 +263,8 @@ def _check_options(max_tokens: int, stop: list[str]) -> None:
             raise InvalidOption(f"stop={text!r}: give texts that are not empty")
 
 
-def _last(events: Iterator[Event]) -> Reply:
-    reply = None
-    for event in events:
-        reply = event.reply or reply
-    if reply is None:
+def _last(events: Iterator[StreamEvent]) -> Reply:
+    *_, last = events
+    if last.reply is None:
         raise RuntimeError("the stream ended without a reply")
-    return reply
+    return last.reply

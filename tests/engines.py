@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.identity import evaluate
-from rewarm.engine import Engine, Loaded, Request
+from rewarm.engine import Core, Engine, EngineParts, Request
 from rewarm.options import EngineOptions
 from rewarm.values import Cost, Finish, Sampled
 
@@ -90,9 +91,9 @@ def engine(
     cache: Any = None,
     **options: Any,
 ) -> Iterator[Engine]:
-    def load() -> Loaded:
+    def load() -> EngineParts:
         made = cache or PrefixCache(model, memory=memory, chunk=chunk, reuse=reuse)
-        return Loaded(model, tokenizer, made)
+        return EngineParts(model, tokenizer, made)
 
     evaluate(model)  # made in this thread, run in another
     running = Engine(load, EngineOptions(**({"rehearse": False} | options)))
@@ -103,14 +104,14 @@ def engine(
     finally:
         running.stop()
         if running.state == "stopped":
-            running.cache.verify()
-            assert running.cache.stats().leases == 0
+            running.core.cache.verify()
+            assert running.core.cache.stats().leases == 0
 
 
 def ask(server: Engine, tokens: Any, max_tokens: int = 12, **options: Any) -> Collected:
     """Submit, and return at once."""
     sink = options.pop("sink", None) or Collected()
-    server.submit(Request(tokens, sink, max_tokens, **options))
+    server.core.submit(Request(tokens, sink, max_tokens, **options))
     return sink  # type: ignore[no-any-return]
 
 
@@ -130,7 +131,7 @@ def burst(server: Engine, prompts: list[Any], **options: Any) -> list[Collected]
 def settled(server: Engine) -> None:
     """Until warm-ahead is done."""
     until = time.monotonic() + PATIENCE
-    while server.stats().warm_waiting:
+    while server.core.stats().warm_waiting:
         assert time.monotonic() < until, "warm-ahead never ended"
         time.sleep(0.002)
 
@@ -142,12 +143,18 @@ class ScriptedEngine(Engine):
     requests: list[Request]
     faulty: Callable[[Request], None] | None = None
 
-    def submit(self, request: Request) -> None:
+    @property
+    def core(self) -> Core:
+        core = super().core
+        core.submit = partial(self._submit, core)  # type: ignore[method-assign]
+        return core
+
+    def _submit(self, core: Core, request: Request) -> None:
         if self.faulty is not None:
             self.faulty(request)
         if self.script is not None and not request.opening:
-            request.opening = tuple(self.tokenizer.encode(self.script, add_special_tokens=False))
-        super().submit(request)
+            request.opening = tuple(core.tokenizer.encode(self.script, add_special_tokens=False))
+        Core.submit(core, request)
         self.requests.append(request)
 
 
@@ -162,10 +169,10 @@ def started_engine(
 ) -> tuple[ScriptedEngine, Counted]:
     model = Counted(model or tiny_model())
 
-    def load() -> Loaded:
+    def load() -> EngineParts:
         given = {"memory": memory, "chunk": 64, "reuse": reuse, **(cache_options or {})}
         cache = PrefixCache(model, **given)
-        return Loaded(model, tokenizer or tool_tokenizer(), cache)
+        return EngineParts(model, tokenizer or tool_tokenizer(), cache)
 
     engine = ScriptedEngine(load, EngineOptions(**({"rehearse": False} | options)))
     engine.requests = []

@@ -16,7 +16,7 @@ import numpy as np
 import rewarm
 from rewarm.cache import PrefixCache
 from rewarm.cache.payload import detached
-from rewarm.engine import Engine, Loaded, Request
+from rewarm.engine import Engine, EngineParts, Request
 from rewarm.options import EngineOptions
 from rewarm.values import Boundary, Cost, Finish, Sampled, Tokens
 
@@ -74,7 +74,7 @@ def prefix(bench: Bench, lengths: list[int] | None, answer: int, http: bool) -> 
         *("tokens", "MB", "restore ms", "one copy ms", "into memory at hand", "times one copy"),
     )
     with engine(bench.location) as running:
-        lengths = lengths or usual(bench, running.context)
+        lengths = lengths or usual(bench, running.core.context)
         for length in lengths:
             rounds: Rounds = {"cold": [], "exact": [], "nearest": []}
             restores: list[Parts] = []
@@ -107,7 +107,7 @@ def _round(
     for name, prompt in prompts.items():
         rounds[name].append(_ask(running, prompt, turn, answer))
     restores += [_restore(running, tokens, turn) for _ in range(RESTORES)]
-    running.cache.clear(give_back=False)  # a running server has that memory, too
+    running.core.cache.clear(give_back=False)  # a running server has that memory, too
     gc.collect()
 
 
@@ -131,9 +131,9 @@ class Waiting:
 
 @contextmanager
 def engine(location: str) -> Iterator[Engine]:
-    def load() -> Loaded:
+    def load() -> EngineParts:
         model, tokenizer = rewarm.load(location)
-        return Loaded(model, tokenizer, PrefixCache(model))
+        return EngineParts(model, tokenizer, PrefixCache(model))
 
     running = Engine(load, EngineOptions())
     running.start()
@@ -148,7 +148,7 @@ def engine(location: str) -> Iterator[Engine]:
 def _ask(running: Engine, prompt: Tokens, boundaries: list[Boundary], answer: int) -> TimedRequest:
     sink = Waiting()
     began = time.perf_counter()
-    running.submit(Request(prompt, sink, max_tokens=answer, boundaries=boundaries))
+    running.core.submit(Request(prompt, sink, max_tokens=answer, boundaries=boundaries))
     return TimedRequest(sink.cost.result(), (time.perf_counter() - began) * 1e3)
 
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as ProgressBar
 
 from rewarm.errors import NotPrivate, NotReady, RewarmError
-from rewarm.generate.generation import Delta, Event, Progress, Reading
+from rewarm.generate.generation import Delta, Event, Prefilled, Reading
 from rewarm.generate.generator import Generator
 from rewarm.generate.options import GenerationOptions
 from rewarm.private import check_file, private_folder
@@ -143,7 +143,7 @@ class Conversation:
         task = bar.add_task("")
         thought = False
         for event in events:
-            if isinstance(event, Progress):
+            if isinstance(event, Prefilled):
                 if time.monotonic() - began > WORTH_A_BAR:
                     bar.start()
                 bar.update(task, completed=event.done, total=event.total)

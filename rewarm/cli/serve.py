@@ -46,9 +46,10 @@ def serve(
         gc.collect()
         gc.freeze()
         key = ' -H "Authorization: Bearer $REWARM_API_KEY"' if server.api_key else ""
+        core = running.core
         console.print(
-            f"[bold]{model}[/] is served, with a context of {running.context:,} tokens and "
-            f"{running.cache.stats().budget / 1e9:.1f} GB of cache ({cache.reuse}). Ctrl-C stops."
+            f"[bold]{model}[/] is served, with a context of {core.context:,} tokens and "
+            f"{core.cache.stats().budget / 1e9:.1f} GB of cache ({cache.reuse}). Ctrl-C stops."
             f"\n\n  a page to look at   {url}/\n"
             f"  a line to paste     curl {url}/v1/chat/completions{key} "
             "-H 'Content-Type: application/json' "
@@ -72,10 +73,10 @@ def engine_of(
 ) -> Engine:
     """An engine that loads its model when it is started."""
     from rewarm import PrefixCache, load
-    from rewarm.engine import Engine, Loaded
+    from rewarm.engine import Engine, EngineParts
 
-    def loaded() -> Loaded:
+    def loaded() -> EngineParts:
         found = load(model, **vars(source))
-        return Loaded(*found, PrefixCache(found.model, attach=False, **vars(cache)))
+        return EngineParts(*found, PrefixCache(found.model, attach=False, **vars(cache)))
 
     return Engine(loaded, options)

@@ -1,15 +1,17 @@
 """The one thread that runs the model: requests in, tokens out."""
 
-from .core import Core, Loaded
+from .core import Core, EngineParts
 from .engine import Engine
 from .loop import EngineStats
+from .messages import PromptPath
 from .request import Request, Sink
 
 __all__ = [
     "Core",
     "Engine",
+    "EngineParts",
     "EngineStats",
-    "Loaded",
+    "PromptPath",
     "Request",
     "Sink",
 ]

@@ -6,11 +6,10 @@ import logging
 import math
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -23,7 +22,7 @@ from rewarm.cache.model import checked_tokens, context_size, vocabulary_size
 from rewarm.cache.views.miss import Missed
 from rewarm.errors import CannotLoad, ContextExceeded, InvalidOption, NotReady, QueueFull
 from rewarm.options import EngineOptions, parse_size
-from rewarm.values import Boundary, Match, Tokens
+from rewarm.values import Match
 
 from .decode.base import Decoder
 from .decode.batch import Batch
@@ -39,24 +38,31 @@ from .messages import (
     FindMatch,
     MarkIdle,
     Message,
-    Path,
+    PromptPath,
+    Question,
     Resize,
     Submit,
     Warm,
-    refuse,
 )
 from .request import Request
 from .runner import Runner
+from .running import Running
 from .scheduler import Scheduler
 
 log = logging.getLogger("rewarm.engine")
 
+T = TypeVar("T")
+
+STREAM = cast(mx.Stream, generation_stream)
+"""The stream that all work of an engine runs on."""
+
+
 UNBOUNDED = 1 << 31
-"""Tokens that no prompt has."""
+"""More tokens than any prompt has."""
 
 
-class Loaded(NamedTuple):
-    """What an engine runs."""
+class EngineParts(NamedTuple):
+    """The parts that an engine is made of."""
 
     model: Any
     tokenizer: Any
@@ -70,8 +76,7 @@ class Core:
 
         while not answered:
             core.turn()
-            if not core.has_work:
-                core.wait()
+            core.wait()
 
     A turn that raises leaves the running requests in an unknown state: call `recover` before the
     next one. The methods that post a message may be called from any thread.
@@ -79,7 +84,7 @@ class Core:
 
     def __init__(
         self,
-        loaded: Loaded,
+        parts: EngineParts,
         options: EngineOptions | None = None,
         *,
         owned: bool = False,
@@ -88,36 +93,36 @@ class Core:
         decoder: type[Decoder] = Batch,
         rehearse: Callable[[Runner], None] = lambda runner: None,
     ) -> None:
-        """`owned`: nobody else has the model, or changes it. `follows`: it is turned by `follow`
+        """`owned`: no other code has the model, or changes it. `follows`: it is turned by `follow`
         alone, and posts no message by itself. `bounded`: what is longer than the model's context is
-        refused. `rehearse` is called with a runner before memory is
-        measured. Where `max_batch` is 1, no batch is tried out."""
+        refused. `rehearse` is called with a runner before memory is measured. Where `max_batch` is
+        1, no batch is tried out."""
         self.options = options or EngineOptions()
-        self.model, self.tokenizer, self.cache = loaded
+        self.model, self.tokenizer, self.cache = parts
         self.on_turn: Callable[[Sequence[Message]], None] = lambda messages: None
         """Called before each turn with the messages that it takes. Given to `follow`, one list
         after the other, these make another core of the same model do the same."""
+        self.stopping = False
         self._inbox = Inbox()
-        self._stopping = False
-        with _stream():
-            self._loop = self._made(owned, follows, bounded, decoder, rehearse)
+        with mx.stream(STREAM):
+            accel.install()
+            evaluate(self.model)
+            self._vocabulary = vocabulary_size(self.model) or len(self.tokenizer)
+            limit = context_size(self.model) if bounded else UNBOUNDED
+            self.context = min(self.options.context or limit, limit)
+            """The most tokens that prompt and answer may have together."""
+            runner = self._made_runner(decoder)
+            self.cache.attach(owned=owned)
+            rehearse(runner)
+            most, room = self.options.max_batch, self.options.room or auto_size()
+            window = self.cache.layout.shortest_window
+            scheduler = Scheduler[Running](most, room, self.cache.chunk, window, decoder.most)
+            # Not a method of this core: the core and its cache are freed once nobody uses them,
+            # without waiting for a collector.
+            self._loop = Loop(runner, scheduler, _unheard if follows else self._inbox.post)
 
-    def _made(
-        self,
-        owned: bool,
-        follows: bool,
-        bounded: bool,
-        decoder: type[Decoder],
-        rehearse: Callable[[Runner], None],
-    ) -> Loop:
-        accel.install()
-        model, cache = self.model, self.cache
-        evaluate(model)
-        self._vocabulary = vocabulary_size(model) or len(self.tokenizer)
-        limit = context_size(model) if bounded else UNBOUNDED
-        self.context = min(self.options.context or limit, limit)
-        """The most tokens that prompt and answer may have together."""
-        several = self.options.max_batch > 1
+    def _made_runner(self, decoder: type[Decoder]) -> Runner:
+        model, cache, several = self.model, self.cache, self.options.max_batch > 1
         try:
             batched = several and decodes_in_batches(model, cache.blank, self._vocabulary)
         except Exception as error:
@@ -128,19 +133,8 @@ class Core:
                 "%s decodes one sequence at a time: in a batch its answers would differ",
                 type(model).__module__,
             )
-        runner = Runner(
-            model, cache, self._vocabulary, running_bytes(model, cache), batched, decoder
-        )
-        cache.attach(owned=owned)
-        rehearse(runner)
-        room = self.options.room or auto_size()
-        window = cache.layout.shortest_window
-        scheduler = Scheduler(
-            self.options.max_batch, room, cache.chunk, window, runner.decoder.most
-        )
-        # Not a method of this core: the core and its cache are freed once nobody uses them, without
-        # waiting for a collector.
-        return Loop(runner, scheduler, _unheard if follows else self._inbox.post)
+        costs = running_bytes(model, cache)
+        return Runner(model, cache, self._vocabulary, costs, batched, decoder)
 
     # From any thread.
 
@@ -180,81 +174,55 @@ class Core:
         """Stop a request within one chunk or one step. What was computed is kept."""
         self._inbox.post(Cancel(request.id))
 
-    def warm(
-        self, tokens: Tokens, boundaries: Sequence[Boundary] = (), salt: str | None = None
-    ) -> None:
+    def warm(self, path: PromptPath) -> None:
         """Prefill all of these tokens once there is nothing else to do."""
-        if not self._stopping and 0 < len(tokens) < self.context:
-            self._inbox.post(Warm(self._path(tokens, boundaries, salt)))
+        if not self.stopping and 0 < len(path.tokens) < self.context:
+            self._inbox.post(Warm(self._checked(path)))
 
-    def mark_idle(
-        self, tokens: Tokens, boundaries: Sequence[Boundary] = (), salt: str | None = None
-    ) -> None:
+    def mark_idle(self, path: PromptPath) -> None:
         """Say that the chat which this prompt belongs to waits for a person."""
-        if not self._stopping:
-            self._inbox.post(MarkIdle(self._path(tokens, boundaries, salt)))
+        if not self.stopping:
+            self._inbox.post(MarkIdle(self._checked(path)))
 
-    def match(
-        self, tokens: Tokens, boundaries: Sequence[Boundary] = (), salt: str | None = None
-    ) -> Future[Match]:
+    def match(self, path: PromptPath) -> Future[Match]:
         """How much of a prompt could be reused, as of the next turn."""
-        message = FindMatch(self._path(tokens, boundaries, salt))
-        self.post(message)
-        return message.answer
+        return self._ask(FindMatch(self._checked(path)))
 
-    def explain(
-        self,
-        tokens: Tokens,
-        boundaries: Sequence[Boundary] = (),
-        salt: str | None = None,
-        *,
-        other_salts: Sequence[str] = (),
-    ) -> Future[Missed]:
+    def explain(self, path: PromptPath, other_salts: Sequence[str] = ()) -> Future[Missed]:
         """Why not more of a prompt could be reused, as of the next turn."""
-        message = Explain(self._path(tokens, boundaries, salt), tuple(other_salts))
-        self.post(message)
-        return message.answer
+        return self._ask(Explain(self._checked(path), tuple(other_salts)))
 
     def clear(self, *, give_back: bool = True) -> Future[None]:
         """Forget everything that is stored. Running requests go on, and store nothing more."""
-        message = Clear(give_back)
-        self.post(message)
-        return message.answer
+        return self._ask(Clear(give_back))
 
     def resize(self, memory: int | str) -> Future[None]:
         """Give the cache another budget; what no longer fits goes at once, except what is used."""
-        message = Resize(parse_size(memory) if memory != "auto" else auto_size())
-        self.post(message)
-        return message.answer
+        return self._ask(Resize(parse_size(memory) if memory != "auto" else auto_size()))
 
     def post(self, message: Message) -> None:
         """Leave a message for the next turn."""
         with self._inbox.changed:
-            if self._stopping:
+            if self.stopping:
                 raise NotReady("the server is stopping")
             self._inbox.post(message)
 
     def stop(self, grace: float = 0.0) -> None:
         """Take no more messages. What runs ends by itself, or by force after `grace` seconds."""
         with self._inbox.changed:
-            self._stopping = True
+            self.stopping = True
             self._inbox.post(Close(), at=time.monotonic() + grace)
 
     def stats(self) -> EngineStats:
-        """The figures of the last turn, with what was posted since."""
-        with self._inbox.changed:
-            return self._loop.stats.expecting(self._inbox.waiting())
+        """Count what runs and what waits."""
+        return self._loop.stats(self._inbox.waiting())
 
     # On the owner's thread.
 
     @property
-    def stopping(self) -> bool:
-        return self._stopping
-
-    @property
     def has_requests(self) -> bool:
-        """Somebody waits for an answer."""
-        return self._loop.has_requests or bool(self._inbox.waiting())
+        """A request is not answered yet."""
+        return bool(self._loop.requests or self._inbox.waiting())
 
     @property
     def has_work(self) -> bool:
@@ -264,52 +232,52 @@ class Core:
     def wait(self, timeout: float | None = None) -> bool:
         """Block until there is work or the core is to stop; False where it took too long."""
         loop = self._loop
-        return self._inbox.wait(
-            lambda: loop.has_work or (self._stopping and not loop.has_requests), timeout
-        )
+        if loop.has_work:
+            return True
+        return self._inbox.wait(lambda: self.stopping and not loop.requests, timeout)
 
     def turn(self) -> None:
         """Take what was posted, and bring everything that runs one step on."""
-        with self._inbox.changed:
-            messages = self._inbox.take()
-            self._loop.stats = self._loop.stats.expecting(messages)
-        self.follow(messages)
+        self._turn(self._inbox.waiting(), self._inbox.taken)
 
     def follow(self, messages: Sequence[Message]) -> None:
         """Take one turn over these messages, and no others."""
+        self._turn(messages, lambda: None)
+
+    def _turn(self, messages: Sequence[Message], taken: Callable[[], None]) -> None:
         self.on_turn(messages)
-        left = deque(messages)
-        try:
-            with _stream():
-                while left:
-                    self._loop.take(left.popleft())
-                self._loop.turn()
-        except BaseException:
-            self._inbox.put_back(left)
-            raise
+        with mx.stream(STREAM):
+            for message in messages:
+                try:
+                    self._loop.take(message)
+                finally:
+                    taken()
+            self._loop.turn()
 
     def recover(self, error: BaseException, *, keep: bool = True) -> None:
-        """Go on after a turn that raised, with nothing running. Whoever can start over does so;
+        """Go on after a turn that raised, with nothing running. Requests that can start over do so;
         the others fail with the error, and all of them where not `keep`."""
         self._loop.restart(error, keep=keep)
 
     def close(self) -> None:
         """End everything. The core must not be used any more; its cache may be."""
         with self._inbox.changed:
-            self._stopping = True
-            left = self._inbox.take()
-        with _stream():
+            self.stopping = True
+            left = self._inbox.waiting()
+        with mx.stream(STREAM):
             self._loop.take(Close())
             evaluate(self.model)  # what is left lazy could never be evaluated elsewhere
         for message in left:
-            refuse(message, NotReady("the server was stopped"))
+            if isinstance(message, Question) and not message.answer.done():
+                message.answer.set_exception(NotReady("the server was stopped"))
 
-    def _path(self, tokens: Tokens, boundaries: Sequence[Boundary], salt: str | None) -> Path:
-        return Path(checked_tokens(tokens, self._vocabulary), tuple(boundaries), salt)
+    def _ask(self, question: Question[T]) -> Future[T]:
+        self.post(question)
+        return question.answer
 
-
-def _stream() -> mx.StreamContext:
-    return mx.stream(cast(mx.Stream, generation_stream))
+    def _checked(self, path: PromptPath) -> PromptPath:
+        tokens = checked_tokens(path.tokens, self._vocabulary)
+        return PromptPath(tokens, tuple(path.boundaries), path.salt)
 
 
 def _unheard(message: Message, at: float | None = None) -> None:

@@ -8,22 +8,18 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, cast
+from typing import Literal
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.generate import wired_limit
 
-from rewarm.cache import PrefixCache
 from rewarm.errors import NotReady, RewarmError
 from rewarm.options import EngineOptions
-from rewarm.values import Boundary, Tokens
 
-from .core import Core, Loaded
-from .loop import EngineStats
+from .core import STREAM, Core, EngineParts
 from .rehearsal import rehearse
-from .request import Request
 from .runner import Runner
 
 log = logging.getLogger("rewarm.engine")
@@ -50,7 +46,9 @@ class Engine:
     `load` runs on that thread, so that everything lazy in a model is evaluated there.
     """
 
-    def __init__(self, load: Callable[[], Loaded], options: EngineOptions | None = None) -> None:
+    def __init__(
+        self, load: Callable[[], EngineParts], options: EngineOptions | None = None
+    ) -> None:
         self.options = options or EngineOptions()
         self.detail = "the model is being loaded"
         self._load = load
@@ -92,40 +90,6 @@ class Engine:
             raise NotReady(f"the server is not ready: {self.detail}")
         return self._core
 
-    @property
-    def model(self) -> Any:
-        return self.core.model
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.core.tokenizer
-
-    @property
-    def cache(self) -> PrefixCache:
-        return self.core.cache
-
-    @property
-    def context(self) -> int:
-        return self.core.context
-
-    def submit(self, request: Request) -> None:
-        """Queue a request, or say at once why it cannot be answered."""
-        self.core.submit(request)
-
-    def cancel(self, request: Request) -> None:
-        """Stop a request within one chunk or one step. What was computed is kept."""
-        self.core.cancel(request)
-
-    def warm(
-        self, tokens: Tokens, boundaries: Sequence[Boundary] = (), salt: str | None = None
-    ) -> None:
-        """Prefill all of these tokens once there is nothing else to do."""
-        if self._state == "ready":
-            self.core.warm(tokens, boundaries, salt)
-
-    def stats(self) -> EngineStats:
-        return self.core.stats()
-
     def stop(self, grace: float = 0.0) -> None:
         """Take no more requests; those that run end by themselves, or by force after `grace`
         seconds; then the thread ends."""
@@ -142,10 +106,10 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            with mx.stream(cast(mx.Stream, generation_stream)):
-                loaded = self._load()
+            with mx.stream(STREAM):
+                parts = self._load()
             with self._trying_out():
-                core = Core(loaded, self.options, owned=True, rehearse=self._rehearse)
+                core = Core(parts, self.options, owned=True, rehearse=self._rehearse)
         except BaseException as error:
             known = isinstance(error, RewarmError)  # says by itself what is wrong
             log.error("the model could not be loaded", exc_info=None if known else error)
@@ -156,7 +120,7 @@ class Engine:
         self._core = core
         self._state, self.detail = "ready", ""
         self._settled.set()
-        with wired_limit(core.model, cast("list[mx.Stream]", [generation_stream])):
+        with wired_limit(core.model, [STREAM]):
             while self._wait_for_work(core):
                 try:
                     core.turn()
@@ -216,7 +180,7 @@ def _end_streams() -> None:
 
     A load that failed may have left work behind, too."""
     with suppress(RuntimeError):  # what fails there belongs to nobody any more
-        mx.synchronize(cast(mx.Stream, generation_stream))
+        mx.synchronize(STREAM)
     mx.clear_streams()
 
 

@@ -1,11 +1,12 @@
-"""Where messages wait for the next turn."""
+"""The place where messages wait for the next turn."""
 
 from __future__ import annotations
 
 import heapq
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from .messages import Message
 
@@ -15,8 +16,8 @@ class Inbox:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        """Held while the inbox changes. Whoever holds it sees no message come or go."""
-        self._posted: list[Message] = []
+        """It is held while the inbox changes: its holder sees no message come."""
+        self._posted: deque[Message] = deque()
         self._later: list[tuple[float, int, Message]] = []
         self._count = 0
 
@@ -30,23 +31,18 @@ class Inbox:
                 heapq.heappush(self._later, (at, self._count, message))
             self.changed.notify_all()
 
-    def waiting(self) -> list[Message]:
-        """The messages that are due now."""
+    def waiting(self) -> Sequence[Message]:
+        """The messages that are due now. They stay here until each is `taken`."""
+        if not self._posted and not self._later:
+            return ()  # without the lock: a turn that only decodes asks here, too
         with self.changed:
             while self._later and self._later[0][0] <= time.monotonic():
                 self._posted.append(heapq.heappop(self._later)[2])
             return list(self._posted)
 
-    def take(self) -> list[Message]:
-        """The messages that are due, which are then no longer here."""
-        with self.changed:
-            due, self._posted = self.waiting(), []
-            return due
-
-    def put_back(self, messages: Iterable[Message]) -> None:
-        """Leave messages that were taken and not read: they come before all others."""
-        with self.changed:
-            self._posted[:0] = messages
+    def taken(self) -> None:
+        """Drop the first message: the engine has taken it."""
+        self._posted.popleft()
 
     def wait(self, ready: Callable[[], bool], timeout: float | None) -> bool:
         """Block until a message is due or something is `ready`; False where it took too long."""

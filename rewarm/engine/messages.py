@@ -9,12 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rewarm.cache.views.miss import Missed
 from rewarm.values import Boundary, Match, Tokens
 
 from .request import Request
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPath:
+    """A prompt, as the cache is asked for it."""
+
+    tokens: Tokens
+    boundaries: Sequence[Boundary] = ()
+    salt: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +34,7 @@ class Submit:
 
     request: Request
     at: float
-    """When it was posted, by `time.perf_counter`."""
+    """The time at which it was posted, by `time.perf_counter`."""
     pace: float | None = None
     """The seconds that a prompt token takes to compute, as far as was known then; None where there
     is no tier below memory that could give it instead."""
@@ -37,60 +48,54 @@ class Cancel:
     """Its `Request.id`."""
 
 
-@dataclass(frozen=True, eq=False)
-class Path:
-    """A prompt, as the cache is asked for it."""
-
-    tokens: Tokens
-    boundaries: Sequence[Boundary] = ()
-    salt: str | None = None
-
-
 @dataclass(frozen=True)
 class Warm:
     """Prefill all of these tokens once there is nothing else to do."""
 
-    path: Path
+    path: PromptPath
 
 
 @dataclass(frozen=True)
 class MarkIdle:
-    """The chat that this prompt belongs to waits for a person."""
+    """Note that the chat which this prompt belongs to waits for a person."""
 
-    path: Path
+    path: PromptPath
 
 
-@dataclass(frozen=True)
-class FindMatch:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Question(Generic[T]):
+    """A message that has an answer."""
+
+    answer: Future[T] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, eq=False)
+class FindMatch(Question[Match]):
     """Say how much of a prompt could be reused now."""
 
-    path: Path
-    answer: Future[Match] = field(default_factory=Future)
+    path: PromptPath
 
 
-@dataclass(frozen=True)
-class Explain:
+@dataclass(frozen=True, eq=False)
+class Explain(Question[Missed]):
     """Say why not more of a prompt could be reused now."""
 
-    path: Path
+    path: PromptPath
     other_salts: Sequence[str] = ()
-    answer: Future[Missed] = field(default_factory=Future)
 
 
-@dataclass(frozen=True)
-class Clear:
+@dataclass(frozen=True, eq=False)
+class Clear(Question[None]):
     """Forget everything that is stored."""
 
     give_back: bool = True
-    answer: Future[None] = field(default_factory=Future)
 
 
-@dataclass(frozen=True)
-class Resize:
+@dataclass(frozen=True, eq=False)
+class Resize(Question[None]):
     """Give the cache another budget."""
 
     nbytes: int
-    answer: Future[None] = field(default_factory=Future)
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ class Fetched:
 
     sequence: int
     came: bool
-    """They gave something. Where not, the prompt is computed."""
+    """They gave something. Where they did not, the prompt is computed."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,10 @@ class FetchMoved:
     """Tell how far a prompt is that is being fetched."""
 
     sequence: int
+    nbytes: int = 0
+    """The bytes that had come when this was posted."""
+    silent: float = 0.0
+    """The seconds without another byte until then."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +131,5 @@ class Close:
     """End everything that runs. What was computed is kept."""
 
 
-Question = FindMatch | Explain | Clear | Resize
-"""The messages that have an answer."""
-
-Message = Submit | Cancel | Warm | MarkIdle | Question | Fetched | FetchLate | FetchMoved | Close
-
-
-def refuse(message: Any, error: BaseException) -> None:
-    """Tell whoever waits for the answer of a message that there is none."""
-    if isinstance(message, Question) and not message.answer.done():
-        message.answer.set_exception(error)
+AboutFetch = Fetched | FetchLate | FetchMoved
+Message = Submit | Cancel | Warm | MarkIdle | Question[Any] | AboutFetch | Close

@@ -12,7 +12,6 @@ from rewarm.values import Sampling
 from .request import Request, Silent
 from .runner import Runner
 from .running import Running
-from .scheduler import Job
 
 REHEARSED, REHEARSED_ON_CPU = 403, 139
 """Tokens of the longest prompt. On a CPU they cost time at every start, and longer ones compile
@@ -44,11 +43,17 @@ def rehearse(runner: Runner) -> None:
     for length in sorted(length for length in lengths if length > 0):
         sampling = DRAWN if length == longest else Sampling()
         request = Request(tokens[:length], Silent(), MOST_REHEARSED, sampling)
-        sequence = Running(length, request.tokens, request, max_tokens=request.max_tokens)
+        sequence = Running(
+            length,
+            stop=length - 1,
+            prompt=request.tokens,
+            request=request,
+            max_tokens=request.max_tokens,
+        )
         running[sequence.id] = sequence
-        one_pass = alone.start(sequence)
-        job = Job(length, b"", length - 1, cuts=sequence.leased.cuts, one_pass=one_pass)
-        while (piece := job.piece(sequence.position)).size:
+        sequence.one_pass = alone.start(sequence)
+        sequence.cuts = sequence.leased.cuts
+        while (piece := sequence.piece(sequence.leased.position)).size:
             alone.prefill(sequence, piece)
         sequence.give(alone.open(sequence).token)
         failed = alone.join()

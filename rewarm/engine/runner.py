@@ -92,14 +92,10 @@ class Runner:
         self._since_clearing = 0
         self._kept = CUDA_KEEPS * device_bytes() if is_cuda() else 0
 
-    def renewed(self) -> Runner:
-        """Another one in its place, with nothing running."""
-        new = Runner(
-            self.model, self.cache, self.vocabulary, self.costs, self.batched, self.decoder
-        )
-        new.prefilled_tokens, new.warm_tokens = self.prefilled_tokens, self.warm_tokens
-        new.pace = self.pace
-        return new
+    def forget_batches(self) -> None:
+        """Drop all batches, which must not be continued."""
+        for batches in self._batches:
+            batches.clear()
 
     def bytes_for(self, tokens: int) -> int:
         """What a running of this length takes while it runs; in a batch, with its padding."""
@@ -110,17 +106,19 @@ class Runner:
         """Match and restore. Returns the size that its last piece must stay below to go through the
         prompt's last token, instead of a pass of its own."""
         running.started = running.started or time.perf_counter()
+        request = running.request
         lease = self.cache.acquire(
             running.tokens,
             salt=running.salt,
             boundaries=running.boundaries,
-            marks=running.marks,
+            marks=request.marks if request is not None else (),
             headroom=min(running.max_tokens - len(running.generated), MOST_ROOM),
             warm=running.warm,
-            hint=running.request.hint if running.request is not None else 1.0,
-            fetch=running.fetch or False,
+            hint=request.hint if request is not None else 1.0,
+            fetch=running.fetching or False,
         )
-        running.start(lease)
+        running.lease, running.fetching = lease, None
+        running.cost = running.cost or lease.cost
         layout = self.cache.layout
         # Where rows are all there is: else the same prompt again could not go on before it. And not
         # beyond the cache's limit: a piece that ends there is cut where every other run cuts it.
@@ -164,7 +162,8 @@ class Runner:
 
     def open(self, running: Running) -> Step:
         """Its first step, alone: what is wrong with it shows here."""
-        lease, request = running.leased, running.requested
+        lease, request = running.leased, running.request
+        assert request is not None  # warm-ahead does not decode
         batch = self.decoder(
             self.model,
             Start(

@@ -12,28 +12,28 @@ from rewarm.cache.tiers.fetch import Fetch
 from rewarm.values import Boundary, Cost, Finish, Match, Tokens
 
 from .request import Request
+from .scheduler import Job
 
 
-@dataclass(eq=False)
-class Running:
-    """One answer to a request, or a prompt that is warmed ahead."""
+@dataclass(eq=False, kw_only=True)
+class Running(Job):
+    """One answer to a request, or a prompt that is warmed ahead: a job with all that it takes to
+    compute it."""
 
-    id: int
     prompt: Tokens
     request: Request | None = None
+    """None for warm-ahead."""
     choice: int = 0
     boundaries: tuple[Boundary, ...] = ()
-    marks: tuple[int, ...] = ()
-    salt: str | None = None
     max_tokens: int = 0
     submitted: float = field(default_factory=time.perf_counter)
     generated: list[int] = field(default_factory=list)
     pace: float | None = None
     """The seconds that a prompt token takes to compute; None where nothing is fetched instead."""
-    fetch: Fetch | None = None
+    fetching: Fetch | None = None
     """What is on its way from lower tiers."""
     unused: int = 0
-    """Tokens of its last step that came after the end of its answer."""
+    """The tokens of its last step that came after the end of its answer."""
     lease: Lease | None = None
     admitted: bool = False
     isolated: bool = False
@@ -45,10 +45,6 @@ class Running:
     """The cost of the first match and restore; a new start after a failure is not counted."""
 
     @property
-    def warm(self) -> bool:
-        return self.request is None
-
-    @property
     def tokens(self) -> Tokens:
         """The prompt, and what was generated after it."""
         if not self.generated:
@@ -56,14 +52,14 @@ class Running:
         return np.concatenate([self.prompt, np.asarray(self.generated, np.int32)])
 
     @property
-    def position(self) -> int:
-        """Prompt tokens that are in its caches, or have been fetched for them."""
+    def ready_tokens(self) -> int:
+        """The prompt tokens that are in its caches, or have been fetched for them."""
         if self.lease is not None:
             return self.lease.position
-        if self.fetch is None or not self.fetch.progress.total:
+        if self.fetching is None or not self.fetching.progress.total:
             return 0
-        progress = self.fetch.progress
-        return self.fetch.tokens * progress.done // progress.total
+        progress = self.fetching.progress
+        return self.fetching.tokens * progress.done // progress.total
 
     @property
     def leased(self) -> Lease:
@@ -71,21 +67,10 @@ class Running:
             raise RuntimeError(f"sequence {self.id} has no lease")
         return self.lease
 
-    @property
-    def requested(self) -> Request:
-        if self.request is None:
-            raise TypeError("warm-ahead has no answer")
-        return self.request
-
-    def start(self, lease: Lease) -> None:
-        """Go on from what the cache gave."""
-        self.lease, self.fetch = lease, None
-        self.cost = self.cost or lease.cost
-
-    def stop_fetching(self) -> None:
-        if self.fetch is not None:
-            self.fetch.cancel()
-            self.fetch = None
+    def tell_progress(self) -> None:
+        """Tell the request's sink how far its prompt is."""
+        if self.request is not None and not self.generated and self.choice == 0:
+            self.request.sink.prefilled(self.ready_tokens, len(self.prompt))
 
     def give(self, token: int) -> None:
         """Add a token that was generated."""
@@ -93,23 +78,27 @@ class Running:
             self.first_token = time.perf_counter()
         self.generated.append(token)
 
+    def stop_fetching(self) -> None:
+        if self.fetching is not None:
+            self.fetching.cancel()
+            self.fetching = None
+
     def report(self) -> Cost:
         """The cost so far."""
         now = time.perf_counter()
-        started = self.started or now
+        started, first_token = self.started or now, self.first_token or now
         cost = self.cost or Cost(Match(len(self.prompt)))
         match = cost.match
         position = self.lease.position if self.lease is not None else 0
         computed = match.tokens if self.admitted else max(position, match.resume)
-        ran_ms = ((self.first_token or now) - started) * 1e3
+        ran_ms = (first_token - started) * 1e3
         return replace(
             cost,
             prefilled=computed - match.resume,
             queued_ms=(started - self.submitted) * 1e3,
             prefill_ms=max(ran_ms - cost.match_ms - cost.restore_ms, 0.0),
-            ttft_ms=((self.first_token or now) - self.submitted) * 1e3,
+            ttft_ms=(first_token - self.submitted) * 1e3,
         )
 
     def __str__(self) -> str:
-        name = self.request.name or self.id if self.request is not None else "warm-ahead"
-        return f"request {name}"
+        return f"request {self.request.name or self.id}" if self.request else "warm-ahead"

@@ -1,7 +1,7 @@
 """Who computes next. Pure: what waits and how far it is goes in, a plan comes out.
 
-No model, no clock and no thread here, so the policy is tested with thousands of simulated requests.
-Time is counted in prompt tokens prefilled by anyone.
+There is no model, no clock and no thread here, so the policy is tested with thousands of simulated
+requests. Time is counted in prompt tokens that were prefilled for anyone.
 
 A turn is planned in two phases. `preparation` names, one after the other, what must be done before
 the rest can be planned: what the tree gives a prompt decides where its pieces end. Then `plan` says
@@ -10,9 +10,9 @@ all that is computed in the turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from rewarm.cache.tree import WIDTH, agreement
 from rewarm.values import Cut, Kind
@@ -21,39 +21,36 @@ AGEING = 4
 """A prompt is overtaken by about this many times its own work, and no more."""
 
 WORTH_WAITING = 16
-"""Tokens that another request must be about to compute for it to be waited for."""
+"""Tokens that another request must be about to compute for a job to wait for it."""
 
 MOST_WARM = 64
-"""Warm-ahead that waits; beyond it the oldest is forgotten."""
+"""The most warm-ahead that waits; beyond it the oldest is forgotten."""
 
 OVER = -1
 """The position of a job whose prompt will be done."""
 
 MOST_FETCHING = 4
-"""Prompts that are fetched at once, with those that are fetched and have not started."""
+"""The most prompts that are fetched at once, with those that are fetched and have not started."""
 
 Stage = Literal["waiting", "fetching", "prefilling", "ready", "decoding"]
-
-UNDECIDED: tuple[Stage, ...] = ("waiting", "fetching", "prefilling")
-"""The stages in which a job's prompt is not computed yet."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One sequence, as far as its turn is concerned."""
+    """A sequence, as far as its turn is concerned."""
 
     id: int
-    data: bytes
+    data: bytes = b""
     """The prompt, encoded as the tree does: for finding what two prompts share."""
-    stop: int
-    """Tokens to prefill; the last one of a prompt is left to its first decode step."""
+    stop: int = 0
+    """The tokens to prefill; the last one of a prompt is left to its first decode step."""
     known: int = 0
-    """What the tree could give at last look."""
+    """The tokens that the tree could give at the last look."""
     salt: str | None = None
     nbytes: int = 0
-    """What it will take to run, reserved when its prefill starts."""
+    """The bytes that it will take to run, reserved when its prefill starts."""
     warm: bool = False
-    """Warm-ahead: run when there is nothing else."""
+    """It is warm-ahead, which runs when there is nothing else."""
     fetch: bool = False
     """Lower tiers are asked before it starts."""
     fetched: bool = False
@@ -61,16 +58,16 @@ class Job:
     stage: Stage = "waiting"
     position: int = 0
     cuts: Sequence[Cut] = ()
-    """Where its prefill is divided, once it has started."""
+    """The places where its prefill is divided, once it has started."""
     one_pass: int = 0
     """A last piece of fewer tokens than this goes through the prompt's last token, too."""
     unstored: int = 0
-    """Tokens that were decoded since its answer was stored last."""
+    """The tokens that were decoded since its answer was stored last."""
     arrived: int = 0
     leader: Job | None = None
     """The earlier job that is about to compute what this one needs."""
     until: int = 0
-    """Where the leader must be for this one to go on."""
+    """The position that the leader must reach for this one to go on."""
     marks: set[int] = field(default_factory=set)
     """Positions that others wait for: checkpoints are taken there."""
     agrees: dict[int, int] = field(default_factory=dict)
@@ -90,6 +87,9 @@ class Job:
         done = cut.stop >= self.stop
         through = done and start < cut.stop and cut.stop - start < self.one_pass
         return Piece(self.id, start, cut.stop + through, cut.checkpoint, done)
+
+
+J = TypeVar("J", bound=Job)
 
 
 class Piece(NamedTuple):
@@ -124,9 +124,8 @@ class Preparation(NamedTuple):
     id: int
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is computed in one turn. Carried out in the order of the fields.
+class Plan(NamedTuple):
+    """What is computed in one turn. It is carried out in the order of the fields.
 
     A sequence that failed or ended meanwhile is left out; nothing else depends on the outcome.
     """
@@ -141,11 +140,8 @@ class Plan:
     the sequences of a batch that fails start over, alone."""
     prefill: tuple[Piece, ...] = ()
 
-    def __bool__(self) -> bool:
-        return bool(self.admit or self.decode or self.prefill)
 
-
-class Scheduler:
+class Scheduler(Generic[J]):
     """Keeps the queue. The caller reports what happened; `plan` says what to do next."""
 
     def __init__(
@@ -153,26 +149,30 @@ class Scheduler:
     ) -> None:
         self.max_batch = max_batch
         self.room = room
-        """Bytes that running requests may take together."""
+        """The bytes that running requests may take together."""
         self.chunk = chunk
-        """Prompt tokens of a turn."""
+        """The prompt tokens of a turn."""
         self.window = window
         """The shortest window of the model's layers; 0 where it has none."""
         self.step = step
         """The most tokens that a step of decoding gives to a sequence."""
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, J] = {}
         self.clock = 0
+        self._undecided: dict[int, J] = {}
+        """The jobs whose prompts are not computed yet. Those that decode cost a turn nothing."""
 
-    def renewed(self) -> Scheduler:
+    def renewed(self) -> Scheduler[J]:
         """Another one in its place, with nothing to do."""
         return Scheduler(self.max_batch, self.room, self.chunk, self.window, self.step)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: J) -> None:
         job.arrived = self.clock
+        job.stage, job.position, job.leader = "waiting", 0, None
+        job.marks, job.agrees = set(), {}
         if not job.warm:
             least = slice(job.known * WIDTH, (job.known + WORTH_WAITING) * WIDTH)
-            for other in self._ahead_of(job):
-                if other.data[least] != job.data[least]:
+            for other in self._undecided.values():
+                if other.salt != job.salt or other.data[least] != job.data[least]:
                     continue
                 shared = min(agreement(other.data, job.data), job.stop, other.stop)
                 if shared - job.known < WORTH_WAITING:
@@ -181,17 +181,17 @@ class Scheduler:
                     job.marks.add(shared)  # it has to let this one pass, and goes on from there
                 else:
                     job.agrees[other.id] = shared
-        self.jobs[job.id] = job
+        self.jobs[job.id] = self._undecided[job.id] = job
         self._follow(job)
 
     def remove(self, job_id: int) -> None:
-        """Finished, cancelled or failed: whoever waited for it looks for another leader."""
+        """Forget a job that has finished, failed or was cancelled. Those that waited for it look
+        for another leader."""
         gone = self.jobs.pop(job_id, None)
-        if gone is None:
-            return
-        for job in list(self.jobs.values()):
+        self._undecided.pop(job_id, None)
+        for job in self._undecided.values():
             job.agrees.pop(job_id, None)
-            if job.leader is gone:
+            if gone is not None and job.leader is gone:
                 job.known = max(job.known, min(job.until, gone.at))
                 self._follow(job)
 
@@ -218,6 +218,11 @@ class Scheduler:
         self.jobs[job_id].cuts = cuts
         self.jobs[job_id].marks.clear()
 
+    def paused(self, job_id: int) -> None:
+        """A job that ran begins again later, from where it got to."""
+        job = self.jobs[job_id]
+        job.known, job.position, job.stage = job.position, 0, "waiting"
+
     def computed(self, piece: Piece) -> None:
         """A piece of a prompt is done."""
         job = self.jobs[piece.id]
@@ -229,32 +234,29 @@ class Scheduler:
         job.unstored = 0
         self._at(job, job.stop, "decoding")
 
-    def decoded(self, job_id: int, tokens: int = 1) -> None:
-        """A job's answer has grown."""
-        self.jobs[job_id].unstored += tokens
+    def decoded(self, job_id: int) -> None:
+        """A job's answer has grown by a token."""
+        self.jobs[job_id].unstored += 1
 
     def stored(self, job_id: int) -> None:
         """A job's answer is in the tree."""
         self.jobs[job_id].unstored = 0
 
-    def back(self, job_id: int, data: bytes, stop: int, known: int) -> None:
-        """A job that ran has to start over, with what it generated as part of its prompt."""
-        job = self.jobs[job_id]
-        job.data, job.stop, job.known = data, stop, known
-        job.stage, job.position, job.fetch = "waiting", 0, False
-
     def preparation(self) -> Preparation | None:
         """The next thing to do before `plan`; None once there is none left."""
-        warm = [j for j in self.jobs.values() if j.warm]
+        undecided = self._undecided.values()
+        if not undecided:
+            return None
+        warm = [j for j in undecided if j.warm]
         if len(warm) > MOST_WARM:
             return Preparation("forget", warm[0].id)
         started = next((j for j in warm if j.stage == "prefilling"), None)
-        if started is not None and (self._decodes() or self._next_request({}) is not None):
+        if started is not None and (self._decodes or self._next_request({}) is not None):
             return Preparation("pause", started.id)
-        for job in self.jobs.values():
+        for job in undecided:
             if job.stage == "prefilling" and job.marks:
                 return Preparation("mark", job.id)
-        if sum(j.stage == "fetching" or j.fetched for j in self.jobs.values()) < MOST_FETCHING:
+        if sum(j.stage == "fetching" or j.fetched for j in undecided) < MOST_FETCHING:
             # Only what is about to start: it holds memory from then on.
             soon = [j for j in self._by_urgency({}) if not j.has_started][:MOST_FETCHING]
             below = next((j for j in soon if j.fetch and self._may_start(j)), None)
@@ -264,25 +266,26 @@ class Scheduler:
         return Preparation("start", waits.id) if waits is not None else None
 
     def plan(self) -> Plan:
+        pieces = self._pieces()[0] if self._undecided else ()
         decoding = [j for j in self.jobs.values() if j.stage == "decoding"]
         ready = [j.id for j in self.jobs.values() if j.stage == "ready"]
         admit = tuple(ready[: self.max_batch - len(decoding)])
         most = max(self.window - self.step, 1)
-        full = [j.id for j in decoding if self.window and j.unstored >= most]
-        pieces, _ = self._pieces()
-        return Plan(admit, tuple(full), bool(decoding or admit), tuple(pieces))
+        full = tuple([j.id for j in decoding if self.window and j.unstored >= most])
+        return Plan(admit, full, bool(decoding or admit), tuple(pieces))
 
+    @property
     def _decodes(self) -> bool:
-        return any(j.stage in ("ready", "decoding") for j in self.jobs.values())
+        return len(self.jobs) > len(self._undecided)
 
-    def _pieces(self) -> tuple[list[Piece], Job | None]:
+    def _pieces(self) -> tuple[list[Piece], J | None]:
         """The pieces that share the time of one chunk: short prompts, and short pieces between two
         checkpoints. They end before a job that would be next and has not started, which is given
-        with them, and where somebody who waits can go on."""
+        with them, and where a job that waits for them can go on."""
         pieces: list[Piece] = []
         at: dict[int, int] = {}
         left = self.chunk
-        warm = self._warm() if not self._decodes() and self._next_request(at) is None else None
+        warm = self._warm() if not self._decodes and self._next_request(at) is None else None
         while left > 0:
             job = warm or self._next_request(at)
             if job is None or job.stage == "waiting":
@@ -297,17 +300,18 @@ class Scheduler:
                 break
         return pieces, None
 
-    def _warm(self) -> Job | None:
-        warm = [j for j in self.jobs.values() if j.warm]
+    def _warm(self) -> J | None:
+        warm = [j for j in self._undecided.values() if j.warm]
         return next((j for j in warm if j.stage == "prefilling"), warm[0] if warm else None)
 
     def _lets_go_on(self, piece: Piece) -> bool:
         leader = self.jobs[piece.id]
         return any(
-            j.leader is leader and (piece.last or piece.stop >= j.until) for j in self.jobs.values()
+            j.leader is leader and (piece.last or piece.stop >= j.until)
+            for j in self._undecided.values()
         )
 
-    def _next_request(self, at: Mapping[int, int]) -> Job | None:
+    def _next_request(self, at: Mapping[int, int]) -> J | None:
         """The request that computes next. `at`: how far jobs will be by then, `OVER` where nothing
         is left to prefill."""
         runnable = self._by_urgency(at)
@@ -319,14 +323,14 @@ class Scheduler:
                 return next((j for j in runnable if j.stage == "prefilling"), None)
         return None
 
-    def _by_urgency(self, at: Mapping[int, int]) -> list[Job]:
+    def _by_urgency(self, at: Mapping[int, int]) -> list[J]:
         """Requests that wait for no other: shortest remaining first, with ageing; a leader counts
-        for those who wait for it."""
+        for those that wait for it."""
         urgency: dict[int, float] = {}
         queue = [
             j
-            for j in self.jobs.values()
-            if not j.warm and j.stage in ("waiting", "prefilling") and at.get(j.id) != OVER
+            for j in self._undecided.values()
+            if not j.warm and j.stage != "fetching" and at.get(j.id) != OVER
         ]
         # Leaders arrived before their followers: going backwards, a chain is summed up once.
         for job in reversed(queue):
@@ -340,11 +344,13 @@ class Scheduler:
         free = (j for j in queue if j.leader is None)
         return sorted(free, key=lambda j: urgency[j.id])
 
-    def _at(self, job: Job, position: int, stage: Stage) -> None:
-        """A job stands at `position` now: whoever waited for that goes on."""
+    def _at(self, job: J, position: int, stage: Stage) -> None:
+        """Move a job to `position`: those that waited for that go on."""
         job.position, job.stage = position, stage
         job.leader = None
-        for follower in self.jobs.values():
+        if stage != "prefilling":
+            self._undecided.pop(job.id, None)
+        for follower in self._undecided.values():
             if follower.leader is job and (position >= follower.until or stage != "prefilling"):
                 follower.known = max(follower.known, min(follower.until, position))
                 self._follow(follower)
@@ -359,22 +365,15 @@ class Scheduler:
         return undecided < self.max_batch and reserved + job.nbytes <= self.room
 
     def _follow(self, job: Job) -> None:
-        """Wait for the earlier job that is about to compute most of what this one needs."""
+        """Have a job wait for the earlier one that is about to compute most of what it needs."""
         job.leader = None
         if job.stage != "waiting":
             return
         best = job.known + WORTH_WAITING
         for other_id, shared in job.agrees.items():
-            other = self.jobs.get(other_id)
-            if other is None or other.stage not in UNDECIDED:
-                continue
-            if shared >= best and other.at < shared:
+            other = self._undecided.get(other_id)
+            if other is not None and shared >= best and other.at < shared:
                 best = shared + 1
                 job.leader, job.until = other, shared
         if job.leader is not None:
             job.leader.marks.add(job.until)
-
-    def _ahead_of(self, job: Job) -> Iterator[Job]:
-        for other in self.jobs.values():
-            if other.salt == job.salt and other.stage in UNDECIDED:
-                yield other

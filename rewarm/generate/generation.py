@@ -12,7 +12,7 @@ from typing import Any
 from rewarm.engine.request import Request
 from rewarm.prompt.chat import Chat, Text
 from rewarm.prompt.messages import Part, Said
-from rewarm.prompt.parse.answer import Answer, Increment
+from rewarm.prompt.parse.answer import NOTHING, Answer
 from rewarm.prompt.render.renderer import Prompt
 from rewarm.values import Cost, Finish, Sampled
 
@@ -22,7 +22,7 @@ log = logging.getLogger("rewarm")
 
 
 @dataclass(frozen=True)
-class Progress:
+class Prefilled:
     """Prompt tokens in the caches, and in all."""
 
     run: int
@@ -48,7 +48,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class RunDone:
+class PromptDone:
     """A prompt is answered."""
 
     run: int
@@ -56,14 +56,14 @@ class RunDone:
 
 
 @dataclass(frozen=True)
-class RunFailed:
+class PromptFailed:
     """A prompt cannot be answered."""
 
     run: int
     error: Exception
 
 
-Event = Progress | Delta | Ended | RunDone | RunFailed
+Event = Prefilled | Delta | Ended | PromptDone | PromptFailed
 Emit = Callable[[Event], object]
 
 
@@ -82,31 +82,15 @@ class Choice:
     _silent: int = 0
     _told: int = 0
 
-    def take(self, token: int, between: Callable[[float], None]) -> Increment:
-        now = time.perf_counter()
-        if self.tokens:
-            between(now - self.last_at)
-        else:
-            self.first_at = now
-        self.last_at = now
-        self.tokens += 1
-        piece = self.answer.add(token)
-        # Tokens that gave nothing yet belong to what comes out next.
-        self._silent += 1
-        if piece.reasoning:
-            self.reasoning_tokens += self._silent
-        if piece.parts:
-            self._silent = 0
-        return piece
-
-    def untold(self) -> list[Sampled]:
+    def untold(self) -> Sequence[Sampled]:
+        """The tokens since the last call."""
         fresh = self.sampled[self._told :]
         self._told = len(self.sampled)
         return fresh
 
 
 @dataclass(eq=False)
-class Run:
+class PromptRun:
     """One prompt with its answers; the sink of its request. Its methods are called on the thread
     that turns the engine."""
 
@@ -131,27 +115,41 @@ class Run:
     """Why not more of the prompt was reused, in words and figures."""
 
     def prefilled(self, done: int, total: int) -> None:
-        if self.resumed is None or done != self.position:
-            self.resumed = done if self.resumed is None else self.resumed
-            self.position = done
-            self._emit(Progress(self.number, done, total))
+        if self.resumed is None:
+            self.resumed = done
+        self.position = done
+        self._emit(Prefilled(self.number, done, total))
 
     def token(self, choice: int, sampled: Sampled) -> bool:
-        chosen, options = self.choices[choice], self.options
-        piece = chosen.take(sampled.token, self.between)
+        chosen, options, now = self.choices[choice], self.options, time.perf_counter()
+        if chosen.tokens:
+            self.between(now - chosen.last_at)
+        else:
+            chosen.first_at = now
+        chosen.last_at = now
+        chosen.tokens += 1
+        piece = chosen.answer.add(sampled.token)
+        # Tokens that gave nothing yet belong to what comes out next.
+        chosen._silent += 1
+        if piece.parts:
+            if any(part.kind == "thinking" for part in piece.parts):
+                chosen.reasoning_tokens += chosen._silent
+            chosen._silent = 0
         logged = options.top_logprobs is not None and sampled.token not in self.end_tokens
         if logged or options.every_token:
             chosen.sampled.append(sampled)
-        self._add(choice, piece, options.every_token)
+        if piece.parts or options.every_token:
+            self._tell(choice, piece.parts)
         return piece.stop is not None or (options.one_call and bool(piece.calls))
 
     def ended(self, choice: int, reason: Finish) -> None:
-        chosen = self.choices[choice]
+        chosen, rest = self.choices[choice], NOTHING
         try:
-            self._add(choice, chosen.answer.finish(), True)
+            rest = chosen.answer.finish()
         except Exception as error:
             log.exception("an answer could not be read to its end")
             self.error = error
+        self._tell(choice, rest.parts)
         stopped = reason == "stop" or chosen.answer.stopped_by is not None
         called = stopped and bool(chosen.answer.calls)
         chosen.finish = "tool_calls" if called else "stop" if stopped else reason
@@ -160,20 +158,20 @@ class Run:
     def done(self, report: Cost) -> None:
         failed = self.error
         self._emit(
-            RunDone(self.number, report) if failed is None else RunFailed(self.number, failed)
+            PromptDone(self.number, report) if failed is None else PromptFailed(self.number, failed)
         )
 
     def failed(self, error: Exception) -> None:
-        self._emit(RunFailed(self.number, error))
+        self._emit(PromptFailed(self.number, error))
 
-    def _add(self, index: int, piece: Increment, always: bool) -> None:
-        if self.options.stream and (piece.parts or always):
-            sampled = self.choices[index].untold()
-            if piece.parts or sampled:
-                self._emit(Delta(self._numbered(index), piece.parts, sampled))
+    def _tell(self, choice: int, parts: Sequence[Part]) -> None:
+        if self.options.stream:
+            sampled = self.choices[choice].untold()
+            if parts or sampled:
+                self._emit(Delta(self._numbered(choice), parts, sampled))
 
-    def _numbered(self, index: int) -> int:
-        return self.number * len(self.choices) + index
+    def _numbered(self, choice: int) -> int:
+        return self.number * len(self.choices) + choice
 
     def _emit(self, event: Event) -> None:
         try:
@@ -183,7 +181,7 @@ class Run:
 
 
 def nowhere(event: Event) -> None:
-    """Events that come after the end have nobody to go to."""
+    """Drop an event that comes after the end."""
 
 
 @dataclass(eq=False)
@@ -192,7 +190,7 @@ class Generation:
 
     asked: Chat | Text
     options: GenerationOptions
-    runs: list[Run] = field(default_factory=list)
+    runs: list[PromptRun] = field(default_factory=list)
     pending: dict[int, Request] = field(default_factory=dict)
     """The requests that are not over, by the number of their run."""
 
@@ -212,16 +210,16 @@ class Generation:
     def chat(self) -> Chat | None:
         return self.asked if isinstance(self.asked, Chat) else None
 
-    def take(self, event: Event) -> Run | None:
+    def take(self, event: Event) -> PromptRun | None:
         """Note an event that is about to be read. Returns the run that ends with it."""
-        if not isinstance(event, (RunDone, RunFailed)):
+        if not isinstance(event, (PromptDone, PromptFailed)):
             return None
         run = self.runs[event.run]
-        if isinstance(event, RunDone):
+        if isinstance(event, PromptDone):
             run.cost = event.cost
         else:
             run.error = event.error
-        run.emit = nowhere  # it refers to whoever reads, who refers to the run
+        run.emit = nowhere  # it refers to the reader, which refers to the run
         self.pending.pop(event.run, None)
         return run
 

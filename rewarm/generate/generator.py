@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from rewarm.cache.model import checked_tokens
-from rewarm.engine import Core, Engine, Request
+from rewarm.engine import Core, Engine, PromptPath, Request
 from rewarm.errors import InvalidOption
 from rewarm.options import ServerOptions
 from rewarm.prompt.chat import Chat, Text
@@ -18,7 +18,7 @@ from rewarm.prompt.parse.answer import Answer
 from rewarm.prompt.parse.texts import TokenTexts
 from rewarm.prompt.render.renderer import ChatRenderer, Prompt
 
-from .generation import Choice, Emit, Event, Generation, Reading, Run
+from .generation import Choice, Emit, Event, Generation, PromptRun, Reading
 from .options import GenerationOptions
 from .pump import Pump, ThreadPump
 
@@ -59,11 +59,12 @@ class Generator:
 
     @property
     def core(self) -> Core:
+        """The engine's part that takes requests. Raises NotReady until the model is loaded."""
         return self.engine.core if isinstance(self.engine, Engine) else self.engine
 
     @property
     def tokenizer(self) -> Any:
-        return self.engine.tokenizer
+        return self.core.tokenizer
 
     @cached_property
     def renderer(self) -> ChatRenderer:
@@ -96,17 +97,14 @@ class Generator:
         """The events up to the end. Closing this early stops the work; what was computed is
         kept."""
         try:
-            while not generation.over:
-                yield self._next(generation)
+            while generation.pending:
+                event = self.pump.next(generation.events)
+                generation.take(event)
+                yield event
         finally:
             self.cancel(generation)
-            while not generation.over:
-                self._next(generation)
-
-    def _next(self, generation: Reading) -> Event:
-        event = self.pump.next(generation.events)
-        generation.take(event)
-        return event
+            while generation.pending:
+                generation.take(self.pump.next(generation.events))
 
     # The steps. The first takes a while; none of them waits for the engine.
 
@@ -121,7 +119,7 @@ class Generator:
             )
         for number, prompt in enumerate(self.prompts(asked)):
             choices = [Choice(self._answer(prompt, chat, options)) for _ in range(options.n)]
-            run = Run(number, prompt, choices, options, self.end_tokens, emit, self.between)
+            run = PromptRun(number, prompt, choices, options, self.end_tokens, emit, self.between)
             if isinstance(asked, Text) and asked.echo:
                 given = asked.prompts[number]
                 run.echo = given if isinstance(given, str) else self.tokenizer.decode(list(given))
@@ -130,14 +128,14 @@ class Generator:
 
     def submit(self, generation: Generation) -> None:
         """Queue the requests: all of them, or none. Raises what the engine's `submit` does."""
-        wanted, most = len(generation.choices), self.engine.options.max_queue
+        wanted, most = len(generation.choices), self.core.options.max_queue
         for number, request in list(generation.pending.items()):
             try:
                 if wanted > most:
                     raise InvalidOption(
                         f"{wanted} answers at once: the queue takes {most}; ask for fewer"
                     )
-                self.engine.submit(request)
+                self.core.submit(request)
             except Exception:
                 for later in range(number, len(generation.runs)):
                     del generation.pending[later]
@@ -148,9 +146,9 @@ class Generator:
     def cancel(self, generation: Generation) -> None:
         """Stop what still runs. What was computed is kept."""
         for request in list(generation.pending.values()):
-            self.engine.cancel(request)
+            self.core.cancel(request)
 
-    def answered(self, generation: Generation, run: Run) -> None:
+    def answered(self, generation: Generation, run: PromptRun) -> None:
         """Get ready for the next turn, once a run is over. This takes a while."""
         chat = generation.chat
         if chat is None:
@@ -159,14 +157,14 @@ class Generator:
         try:
             if all(choice.finish == "stop" for choice in run.choices):
                 # A tool's result comes in seconds, a person's next message in minutes.
-                self.core.mark_idle(prompt.tokens, prompt.boundaries, salt)
+                self.core.mark_idle(PromptPath(prompt.tokens, prompt.boundaries, salt))
             ahead = self.ahead(generation, run) if self.warm_ahead else None
             if ahead is not None:
-                self.engine.warm(ahead.tokens, ahead.boundaries, salt)
+                self.core.warm(PromptPath(ahead.tokens, ahead.boundaries, salt))
         except Exception:
             log.debug("no warm-ahead for this answer", exc_info=True)
 
-    def ahead(self, generation: Generation, run: Run) -> Prompt | None:
+    def ahead(self, generation: Generation, run: PromptRun) -> Prompt | None:
         """The beginning of the next turn's prompt, where an answer has ended by itself or with a
         tool call."""
         chat, choice = generation.chat, run.choices[0]
@@ -220,11 +218,11 @@ class Generator:
             one_call=options.one_call,
         )
 
-    def _request(self, run: Run, chat: Chat | None) -> Request:
+    def _request(self, run: PromptRun, chat: Chat | None) -> Request:
         prompt, options = run.prompt, run.options
         # What the prompt leaves of the context; a prompt that leaves nothing is the engine's to
         # refuse.
-        left = max(1, self.engine.context - len(prompt.tokens))
+        left = max(1, self.core.context - len(prompt.tokens))
         must_call = chat is not None and chat.must_call
         return Request(
             tokens=prompt.tokens,

@@ -1,12 +1,9 @@
-"""Who turns the engine's loop until an event is there."""
+"""What turns the engine's loop until an event is there."""
 
 from __future__ import annotations
 
 from queue import SimpleQueue
-from typing import Protocol, cast
-
-import mlx.core as mx
-from mlx_lm.generate import generation_stream, wired_limit
+from typing import Protocol
 
 from rewarm.engine.core import Core
 
@@ -15,7 +12,7 @@ from .generation import Event
 
 class Pump(Protocol):
     def next(self, events: SimpleQueue[Event]) -> Event:
-        """The next event, once it is there. Called on the reader's thread."""
+        """Wait for the next event. Called on the reader's thread."""
 
 
 class ThreadPump:
@@ -46,9 +43,8 @@ class CallerPump:
 
     def turn(self) -> None:
         self.core.wait()  # what lies below memory may still be on its way
-        with wired_limit(self.core.model, cast("list[mx.Stream]", [generation_stream])):
-            try:
-                self.core.turn()
-            except BaseException as error:
-                self.core.recover(error, keep=False)
-                raise
+        try:
+            self.core.turn()
+        except BaseException as error:
+            self.core.recover(error, keep=False)
+            raise

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from rewarm.engine import Engine
-from rewarm.generate.generation import Run, RunDone
+from rewarm.generate.generation import PromptDone, PromptRun
 from rewarm.generate.generator import Generator
 from rewarm.generate.why.advisor import Advisor
 from rewarm.generate.why.labels import Labels
@@ -57,7 +57,7 @@ class Backend:
 
     @cached_property
     def tree(self) -> TreeView:
-        return TreeView(self.engine.cache, Labels(self.generator.renderer))
+        return TreeView(self.engine.core.cache, Labels(self.generator.renderer))
 
     def close(self) -> None:
         for pool in (self._pool, self._large, self._explaining):
@@ -98,7 +98,7 @@ class Backend:
         """Wait until every request answered so far is described and remembered."""
         await asyncio.get_running_loop().run_in_executor(self._explaining, lambda: None)
 
-    def describe(self, work: Work, done: RunDone) -> None:
+    def describe(self, work: Work, done: PromptDone) -> None:
         """Deliver the end of a prompt once its miss is described. Called on the engine's thread."""
         miss = done.cost.miss
         work.runs[done.run].miss = {"reason": miss.reason} if miss is not None else None
@@ -107,7 +107,7 @@ class Backend:
         except RuntimeError:  # the server is stopping
             work.loop.call_soon_threadsafe(work.deliver, done)
 
-    def ran(self, work: Work, run: Run) -> None:
+    def ran(self, work: Work, run: PromptRun) -> None:
         """Take note of a prompt that is answered, or has failed."""
         exchange = work.exchange
         self.metrics.ran(run, exchange.endpoint)
@@ -124,7 +124,7 @@ class Backend:
         if exchange.work is not None:
             self.activity.ended(exchange.work, status)
 
-    def _describe(self, work: Work, done: RunDone) -> None:
+    def _describe(self, work: Work, done: PromptDone) -> None:
         run = work.runs[done.run]
         try:
             if done.cost.miss is not None:

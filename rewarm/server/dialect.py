@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rewarm.generate.generation import Delta, Ended, Event, Generation, Progress, RunFailed
+from rewarm.generate.generation import Delta, Ended, Event, Generation, Prefilled, PromptFailed
 from rewarm.prompt.parse.texts import TokenTexts
 from rewarm.values import Cost
 
@@ -59,7 +59,7 @@ class Dialect(ABC):
         return ""
 
     @abstractmethod
-    def progress(self, event: Progress) -> str: ...
+    def progress(self, event: Prefilled) -> str: ...
 
     @abstractmethod
     def delta(self, event: Delta) -> str: ...
@@ -95,11 +95,11 @@ class Dialect(ABC):
         match event:
             case Delta():
                 return self.delta(event)
-            case Progress():
+            case Prefilled():
                 return self.progress(event)
             case Ended():
                 return self.ended(event)
-            case RunFailed():
+            case PromptFailed():
                 self.work.abandon()
                 return self.failure(event.error)
         return ""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from rewarm.generate.generation import Event, Generation, RunDone
+from rewarm.generate.generation import Event, Generation, PromptDone
 
 from .errors import ApiError, as_api_error
 from .exchange import Exchange
@@ -43,7 +43,7 @@ class Work(Generation):
 
     def send(self, event: Event) -> None:
         """Take an event. Called on the engine's thread."""
-        if isinstance(event, RunDone) and event.cost.miss is not None:
+        if isinstance(event, PromptDone) and event.cost.miss is not None:
             self.backend.describe(self, event)
         else:
             self.loop.call_soon_threadsafe(self.deliver, event)

@@ -11,7 +11,7 @@ import pytest
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.layer_kinds import leaves
-from rewarm.engine import Core, Loaded, Request
+from rewarm.engine import Core, EngineParts, Request
 from rewarm.engine.decode.base import Start, Step
 from rewarm.engine.decode.batch import Batch, merged
 from rewarm.engine.decode.check import decodes_in_batches
@@ -177,7 +177,7 @@ class Guesses(Batch):
 def answers(model: Any, decoder: type[Batch], together: bool) -> tuple[list[Any], list[Any]]:
     """What requests are answered, and what goes on from what they left in the tree."""
     cache = PrefixCache(model, memory="64MB", chunk=32)
-    core = Core(Loaded(model, None, cache), EngineOptions(max_batch=4), decoder=decoder)
+    core = Core(EngineParts(model, None, cache), EngineOptions(max_batch=4), decoder=decoder)
     sinks = []
     for i in range(3):
         sinks.append(Collected())

@@ -12,7 +12,7 @@ import pytest
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.model import context_size
-from rewarm.engine import Engine, Loaded, Request, runner
+from rewarm.engine import Engine, EngineParts, Request, runner
 from rewarm.errors import (
     ContextExceeded,
     InvalidPrompt,
@@ -59,10 +59,10 @@ def test_parallel_answers_are_those_of_a_fresh_server_asked_one_by_one(name: str
             answers = burst(server, prompts)
             assert [a.tokens for a in answers] == expected
         decoded = sum(len(a.tokens) for a in answers) * 3
-        assert counted.computed == server.stats().prefilled_tokens + decoded
+        assert counted.computed == server.core.stats().prefilled_tokens + decoded
         # Once each, and one token again for every repeat.
         distinct = 70 + sum(len(p) - 70 for p in prompts)
-        assert server.stats().prefilled_tokens <= distinct + 2 * len(prompts) + 16
+        assert server.core.stats().prefilled_tokens <= distinct + 2 * len(prompts) + 16
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "llama", "gpt_oss"])
@@ -223,7 +223,7 @@ def test_a_long_prefill_lets_others_stream_and_a_short_prompt_pass() -> None:
         while_streaming = between[:20]
         assert slow.report is None, "the short prompt waited for the long one"
         assert passed.tokens
-        server.cancel(_request_of(server, slow))
+        server.core.cancel(_request_of(server, slow))
         slow.over()
     assert sum(n > 0 for n in while_streaming) > 5
     assert max(while_streaming) <= chunk
@@ -236,8 +236,8 @@ def test_what_a_cancelled_request_computed_is_kept(name: str) -> None:
         first = ask(server, tokens, max_tokens=500)
         first.begun()
         request = _request_of(server, first)
-        server.cancel(request)
-        server.cancel(request)
+        server.core.cancel(request)
+        server.core.cancel(request)
         first.over()
         assert first.reasons == {0: "cancelled"}
         assert first.report is not None
@@ -254,7 +254,7 @@ def test_a_cancelled_answer_stays_in_the_tree() -> None:
         first = ask(server, tokens, max_tokens=10_000)
         while len(first.times) < 20:
             time.sleep(0.001)
-        server.cancel(_request_of(server, first))
+        server.core.cancel(_request_of(server, first))
         made = first.over().tokens
         again = answer(server, joined(tokens, np.array(made, np.int32), prompt(5)), max_tokens=1)
         assert again.report is not None
@@ -304,13 +304,13 @@ def test_stopping_ends_what_runs_and_refuses_what_comes() -> None:
 
 
 def test_a_model_that_does_not_load_is_said_to_fail() -> None:
-    def load() -> Loaded:
+    def load() -> EngineParts:
         raise OSError("no such folder")
 
     server = Engine(load)
     assert server.state == "loading"
     with pytest.raises(NotReady, match="being loaded"):
-        server.submit(Request(prompt(5), Collected(), 5))
+        server.core.submit(Request(prompt(5), Collected(), 5))
     server.start()
     assert server.wait(10) == "failing"
     assert "no such folder" in server.detail

@@ -62,7 +62,7 @@ def test_a_request_that_fails_inside_a_step_costs_its_neighbours_nothing(
         assert [a.over().tokens for a in asked] == expected[:4]
         assert all(a.error is None and not a.calls_after_end for a in asked)
         assert answer(server, prompts[4], max_tokens=30).tokens == expected[4]
-        assert (server.state, server.stats().restarts) == ("ready", 0)
+        assert (server.state, server.core.stats().restarts) == ("ready", 0)
 
 
 def test_a_prompt_that_fails_in_prefill_fails_alone() -> None:
@@ -107,7 +107,7 @@ def test_the_engine_starts_again_after_a_turn_that_failed(monkeypatch: pytest.Mo
         monkeypatch.setattr(Loop, "turn", fail_once)
         asked = [ask(server, p, max_tokens=20) for p in prompts]
         assert [a.over().tokens for a in asked] == expected
-        assert server.stats().restarts == 1
+        assert server.core.stats().restarts == 1
         assert server.state == "ready"
 
 
@@ -135,7 +135,7 @@ def test_an_answer_that_cannot_be_stored_is_still_ended(monkeypatch: pytest.Monk
     with engine(zoo.tiny("llama")) as server:
         answers = burst(server, [prompt(20, seed=i) for i in range(3)], max_tokens=10)
         assert [len(a.tokens) for a in answers] == [10, 10, 10]
-        assert server.stats().restarts == 0
+        assert server.core.stats().restarts == 0
 
 
 def test_what_ended_stays_ended_when_the_engine_starts_again(
@@ -157,7 +157,7 @@ def test_what_ended_stays_ended_when_the_engine_starts_again(
         assert short.over().tokens == expected
         assert short.reasons == {0: "length"}
         assert len(long.over().tokens) == 30
-        assert server.stats().restarts == 1
+        assert server.core.stats().restarts == 1
 
 
 def test_a_newcomer_that_cannot_join_starts_over_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_request_that_cannot_be_taken_in_fails_alone_and_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with engine(zoo.tiny("llama")) as server:
-        match = server.cache.match
+        match = server.core.cache.match
         fuse = ["not yet"] * 3
 
         def fail(*details: Any, **options: Any) -> Any:
@@ -191,9 +191,9 @@ def test_a_request_that_cannot_be_taken_in_fails_alone_and_whole(
                 raise RuntimeError("injected")
             return match(*details, **options)
 
-        monkeypatch.setattr(server.cache, "match", fail)
+        monkeypatch.setattr(server.core.cache, "match", fail)
         bad = [ask(server, prompt(20, seed=i), n=2) for i in range(3)]
         assert all(isinstance(b.over().error, EngineFault) for b in bad)
         assert answer(server, prompt(20), n=2).reasons == {0: "length", 1: "length"}
         assert not any(b.sampled or b.calls_after_end for b in bad)
-        assert not server.core._loop.has_requests
+        assert not server.core.has_requests

@@ -12,7 +12,7 @@ import pytest
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.tiers.fetch import Fetch
-from rewarm.engine import Core, Loaded, Request, runner
+from rewarm.engine import Core, EngineParts, Request, runner
 from rewarm.engine.scheduler import MOST_FETCHING
 from rewarm.options import EngineOptions
 from tests import zoo
@@ -75,7 +75,7 @@ def core_over(model: Any, folder: Path, *known: Prompt, **options: int) -> Itera
         run(model, before, tokens)
     before.close()
     cache = PrefixCache(model, memory="64MB", disk=str(folder), chunk=32)
-    core = Core(Loaded(model, None, cache), EngineOptions(**options))
+    core = Core(EngineParts(model, None, cache), EngineOptions(**options))
     yield core
     core.close()
     cache.verify()
@@ -211,7 +211,7 @@ def test_a_client_is_told_how_far_a_fetch_is(tmp_path: Path, held: Held) -> None
 
 def test_without_a_lower_tier_nothing_is_asked_of_one(held: Held) -> None:
     model = zoo.tiny("llama")
-    core = Core(Loaded(model, None, PrefixCache(model, memory="64MB", chunk=32)))
+    core = Core(EngineParts(model, None, PrefixCache(model, memory="64MB", chunk=32)))
     _, asked = ask(core, prompt(50))
     settle(core)
     core.close()

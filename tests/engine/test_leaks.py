@@ -52,7 +52,7 @@ def burst(server: Engine, head: Prompt, tail: Prompt) -> None:
 def cancelled_in_prefill(server: Engine, head: Prompt, tail: Prompt) -> None:
     asked = ask(server, joined(head, *[tail] * 12))
     asked.begun()
-    server.cancel(running_requests(server)[0])
+    server.core.cancel(running_requests(server)[0])
     asked.over()
 
 
@@ -60,7 +60,7 @@ def cancelled_while_decoding(server: Engine, head: Prompt, tail: Prompt) -> None
     asked = ask(server, joined(head, tail), max_tokens=400)
     while not asked.tokens:
         pass
-    server.cancel(running_requests(server)[0])
+    server.core.cancel(running_requests(server)[0])
     asked.over()
 
 

@@ -40,8 +40,8 @@ def test_prompts_are_tried_out_before_anybody_asks(
         longest = rehearsal.REHEARSED_ON_CPU
         assert longest - 2 * (many + few) <= restored[1] < longest - many
         assert longest - 2 * few <= restored[2] < longest - few
-        assert server.stats().prefilled_tokens == 0
-        assert server.cache.stats().held == 0
+        assert server.core.stats().prefilled_tokens == 0
+        assert server.core.cache.stats().held == 0
         assert not used
         assert answer(server, prompt(60)).prefilled_tokens == 60
     assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.tiers.fetch import Fetch
-from rewarm.engine import Core, Loaded, Request
+from rewarm.engine import Core, EngineParts, Request
 from rewarm.engine.messages import (
     Cancel,
     Clear,
@@ -24,6 +24,7 @@ from rewarm.engine.messages import (
     FetchLate,
     MarkIdle,
     Message,
+    PromptPath,
     Question,
     Resize,
     Submit,
@@ -78,7 +79,7 @@ def made_core(model: Any, folder: Path, *, follows: bool = False) -> Core:
         run(model, seeded, tokens)
     seeded.close()
     cache = PrefixCache(model, memory="1MB", disk=str(folder), chunk=32)
-    return Core(Loaded(model, None, cache), EngineOptions(max_batch=6), follows=follows)
+    return Core(EngineParts(model, None, cache), EngineOptions(max_batch=6), follows=follows)
 
 
 class Program:
@@ -145,10 +146,10 @@ class Program:
             self.core.cancel(self.random.choice(self.requests[-4:]))
 
     def warm(self) -> None:
-        self.core.warm(self.prompt())
+        self.core.warm(PromptPath(self.prompt()))
 
     def mark_idle(self) -> None:
-        self.core.mark_idle(self.prompt())
+        self.core.mark_idle(PromptPath(self.prompt()))
 
     def deliver(self) -> None:
         """A fetch ends; one in three has failed."""
@@ -172,8 +173,8 @@ class Program:
             self.core.clear(give_back=False)
 
     def look(self) -> None:
-        self.core.match(self.prompt())
-        self.core.explain(self.prompt())
+        self.core.match(PromptPath(self.prompt()))
+        self.core.explain(PromptPath(self.prompt()))
 
 
 def record(model: Any, folder: Path, seed: int, steps: int = 80) -> Recorded:

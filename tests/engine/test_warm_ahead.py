@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from rewarm.engine import PromptPath
 from tests import zoo
 from tests.engines import answer, engine, settled
 from tests.runs import Counted, joined, prompt
@@ -15,9 +16,9 @@ def test_warm_ahead_that_cannot_be_stored_is_not_computed() -> None:
     with engine(zoo.tiny("llama"), memory="2MB") as server:
         for i in range(4):
             answer(server, prompt(150, seed=i), max_tokens=1)
-        server.warm(prompt(6000, seed=9))
+        server.core.warm(PromptPath(prompt(6000, seed=9)))
         settled(server)
-        assert server.stats().warm_tokens < 1000
+        assert server.core.stats().warm_tokens < 1000
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "llama", "gpt_oss"])
@@ -27,29 +28,29 @@ def test_warm_ahead_prefills_what_comes_next(name: str) -> None:
     ahead = joined(turn, history)
     with engine(counted) as server:
         answer(server, turn)
-        server.warm(ahead)
+        server.core.warm(PromptPath(ahead))
         settled(server)
-        stats = server.stats()
+        stats = server.core.stats()
         assert stats.warm_tokens == 90 + (0 if name != "qwen3_5" else 1)
         next_turn = answer(server, joined(ahead, prompt(20, seed=2)))
         assert next_turn.prefilled_tokens == 20
-        assert server.stats().warm_tokens == stats.warm_tokens
+        assert server.core.stats().warm_tokens == stats.warm_tokens
 
 
 def test_warm_ahead_lets_a_request_pass_and_keeps_what_it_did() -> None:
     ahead = prompt(5000)
     with engine(zoo.tiny("qwen3_5")) as server:
-        server.warm(ahead)
-        while not server.stats().warm_tokens:
+        server.core.warm(PromptPath(ahead))
+        while not server.core.stats().warm_tokens:
             time.sleep(0.0005)
         quick = answer(server, prompt(20, seed=1), max_tokens=2)
         assert quick.tokens
         taken = answer(server, joined(ahead, prompt(5)), max_tokens=1)
-        warmed = server.stats().warm_tokens
+        warmed = server.core.stats().warm_tokens
         assert taken.report is not None
         assert 0 < taken.report.match.resume <= warmed
         settled(server)
-        assert server.stats().warm_tokens + taken.prefilled_tokens <= 5005 + 32
+        assert server.core.stats().warm_tokens + taken.prefilled_tokens <= 5005 + 32
 
 
 def test_warm_ahead_evicts_nothing_but_warm_ahead() -> None:
@@ -58,8 +59,8 @@ def test_warm_ahead_evicts_nothing_but_warm_ahead() -> None:
         for each in kept:
             answer(server, each, max_tokens=1)
         for i in range(20):
-            server.warm(prompt(300, seed=100 + i))
+            server.core.warm(PromptPath(prompt(300, seed=100 + i)))
         settled(server)
-        assert server.stats().warm_tokens > 3000
+        assert server.core.stats().warm_tokens > 3000
         for each in kept:
             assert answer(server, each, max_tokens=1).prefilled_tokens == 1

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rewarm import PrefixCache
-from rewarm.engine import Core, Loaded
+from rewarm.engine import Core, EngineParts
 from rewarm.errors import InvalidOption
-from rewarm.generate.generation import Delta, Ended, Event, Progress, RunDone
+from rewarm.generate.generation import Delta, Ended, Event, Prefilled, PromptDone
 from rewarm.generate.generator import Generator
 from rewarm.generate.options import GenerationOptions
 from rewarm.generate.pump import CallerPump
@@ -38,7 +38,7 @@ def waiting() -> Iterator[Generator]:
 @contextmanager
 def turning() -> Iterator[Generator]:
     model = tiny_model()
-    loaded = Loaded(model, tool_tokenizer(), PrefixCache(model, memory="64MB", chunk=64))
+    loaded = EngineParts(model, tool_tokenizer(), PrefixCache(model, memory="64MB", chunk=64))
     core = Core(loaded, EngineOptions(max_batch=1))
     yield Generator(core, CallerPump(core))
     core.close()
@@ -54,11 +54,11 @@ def test_events_come_in_order_and_end_with_the_cost(how: Any) -> None:
             generator.generate(CHAT, GenerationOptions(max_tokens=5, stream=True))
         )
         kinds = [type(event) for event in events]
-        assert kinds[0] is Progress
-        assert kinds[-2:] == [Ended, RunDone]
-        assert kinds == sorted(kinds, key=[Progress, Delta, Ended, RunDone].index)
+        assert kinds[0] is Prefilled
+        assert kinds[-2:] == [Ended, PromptDone]
+        assert kinds == sorted(kinds, key=[Prefilled, Delta, Ended, PromptDone].index)
         done = events[-1]
-        assert isinstance(done, RunDone)
+        assert isinstance(done, PromptDone)
         assert done.cost.match.resume + done.cost.prefilled == done.cost.match.tokens
 
 

@@ -229,7 +229,7 @@ def burst(server: Running, asked: list[Asked]) -> list[Result]:
     ):
         found = list(pool.map(lambda each: over_http(client, each), asked))
     server.settle()
-    server.engine.cache.verify()
+    server.engine.core.cache.verify()
     return found
 
 
@@ -242,7 +242,7 @@ def test_answers_in_bursts_are_those_of_single_uncached_runs_and_right(
     after_branches = with_answers(pocket, (forked(chat[3]) for chat in chats))
     after_evictions = with_answers(pocket, (chat[4] for chat in chats))
 
-    cache = server.engine.cache
+    cache = server.engine.core.cache
     results = burst(server, cold)
     hits = cache.stats().hits
     results += burst(server, warm)
@@ -289,7 +289,7 @@ def asked_again(pocket: Any, server: Running, damage: Callable[[Any], None]) -> 
     chats = conversations(pocket.tokenizer, {"lookup": 20, "memory": 20})
     first, second = (with_answers(pocket, (chat[i] for chat in chats)) for i in range(2))
     assert not any(result.differs for result in burst(server, first))
-    damage(server.engine.cache)
+    damage(server.engine.core.cache)
     return burst(server, second)
 
 

@@ -47,7 +47,7 @@ class Running:
         while quiet < 3:
             for pool in (self.backend._pool, self.backend._large):
                 caught_up(pool)
-            stats = self.engine.stats()
+            stats = self.engine.core.stats()
             busy = stats.waiting or stats.prefilling or stats.decoding or stats.warm_waiting
             quiet = 0 if busy else quiet + 1
             assert time.monotonic() < deadline, stats

@@ -252,7 +252,7 @@ def grow(tree: Tree, nodes: int) -> None:
 
 def fill(server: Running, nodes: int) -> None:
     """Make the tree of the tenant who names no salt a large one."""
-    cache = server.engine.cache
+    cache = server.engine.core.cache
     tree = cache.memory.tree(cache.namespace())
     grow(tree, nodes)
     for node in tree.nodes():
@@ -295,12 +295,12 @@ def test_what_is_on_disk_is_in_the_tree_too(
     options = {"cache_options": {"disk": str(tmp_path)}}
     with running(warm_ahead=False, engine_options=options) as server, server.client() as http:
         ask(http, "Where is the boat?")
-        server.engine.cache.flush()
+        server.engine.core.cache.flush()
         nodes = [n for n in look(http)["tree"]["nodes"] if n["tokens"]]
         kept = [n for n in nodes if "disk" in n["bytes"]]
         assert kept
         assert all("memory" in n["bytes"] for n in kept)
-    server.engine.cache.close()
+    server.engine.core.cache.close()
     with running(warm_ahead=False, engine_options=options) as server, server.client() as http:
         # After a restart the disk alone has it, and what a request uses comes back to memory.
         ask(http, "Where is the crane?")
@@ -309,7 +309,7 @@ def test_what_is_on_disk_is_in_the_tree_too(
         assert {("disk",), ("memory", "disk")} <= tiers
         only = [n for n in nodes if tuple(n["bytes"]) == ("disk",)]
         assert any("boat" in n["label"]["text"] for n in only)
-    server.engine.cache.close()
+    server.engine.core.cache.close()
 
 
 def test_a_cleared_cache_may_keep_its_memory(

@@ -132,7 +132,7 @@ def test_no_checkpoint_because_it_was_evicted(server: Running, client: httpx.Cli
     third = edited(body, 3, "And a third.")
     resume = explain(client, third)["resume"]["position"]
     for at in (resume, *_checkpoints(server, below=resume)):
-        evict(server.engine.cache, "checkpoint", at)
+        evict(server.engine.core.cache, "checkpoint", at)
     miss = both(client, third)
     assert (miss["reason"], miss["why"], miss["resume"]) == ("no_checkpoint", "evicted", 0)
 
@@ -152,7 +152,7 @@ def test_no_checkpoint_inside_an_answer(server: Running, client: httpx.Client) -
 def test_evicted(server: Running, client: httpx.Client) -> None:
     body = bodies.request()
     size = ask(client, body)["usage"]["prompt_tokens"]
-    evict_all(server.engine.cache)
+    evict_all(server.engine.core.cache)
     miss = both(client, body)
     assert miss["reason"] == "evicted"
     assert miss["held"] == miss["tokens"] == size - 1
@@ -180,7 +180,7 @@ def test_other_model(tmp_path: Path) -> None:
         options = {"model": tiny_model(seed), "cache_options": {"disk": str(tmp_path)}}
         with running(engine_options=options) as server, server.client() as client:
             ask(client, {**body, **({"cache_salt": salt} if salt else {})})
-        server.engine.cache.close()
+        server.engine.core.cache.close()
     options = {"model": tiny_model(2), "cache_options": {"disk": str(tmp_path)}}
     with running(engine_options=options) as server, server.client() as client:
         miss = explain(client, body)["miss"]
@@ -190,7 +190,7 @@ def test_other_model(tmp_path: Path) -> None:
         # Of another tenant's prompts nothing is said, whatever model they were for.
         theirs = {**bodies.request(3), "cache_salt": "nobody"}
         assert explain(client, theirs)["miss"]["reason"] == "cold"
-    server.engine.cache.close()
+    server.engine.core.cache.close()
 
 
 def test_exact_mode() -> None:
@@ -265,10 +265,10 @@ def test_a_stream_says_it_in_its_last_chunk(client: httpx.Client) -> None:
 
 def test_explaining_changes_and_runs_nothing(server: Running, client: httpx.Client) -> None:
     ask(client, bodies.request())
-    before, computed = server.engine.cache.stats(), server.model.computed
+    before, computed = server.engine.core.cache.stats(), server.model.computed
     for body in (bodies.request(), bodies.request(1), bodies.request(2, tools=[])):
         explain(client, body)
-    assert server.engine.cache.stats() == before
+    assert server.engine.core.cache.stats() == before
     assert server.model.computed == computed
 
 
@@ -305,7 +305,7 @@ def _common(a: str, b: str) -> str:
 
 
 def _checkpoints(server: Running, below: int) -> list[int]:
-    nodes = server.engine.cache.nodes()
+    nodes = server.engine.core.cache.nodes()
     return sorted({n.end for n in nodes if n.checkpoint and n.end < below}, reverse=True)
 
 

@@ -112,11 +112,11 @@ def check_quiet(server: Running, http: httpx.Client, expected: dict[str, Any]) -
     assert http.get("/health").status_code == 200
     assert answer(http) == expected
     server.settle()
-    cache = server.engine.cache
+    cache = server.engine.core.cache
     cache.verify()
     assert cache.stats().leases == 0
     assert is_idle(server.engine)
-    assert server.engine.stats().restarts == 0
+    assert server.engine.core.stats().restarts == 0
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture
 def client(server: Running) -> Iterator[httpx.Client]:
-    server.engine.cache.clear()
+    server.engine.core.cache.clear()
     with server.client() as client:
         yield client
 
@@ -103,11 +103,11 @@ def test_the_figures_agree_with_the_cache(server: Running, client: httpx.Client)
     ask(client, "one")
     ask(client, "two")
     server.settle()
-    seen, stats = live(client), server.engine.cache.stats()
+    seen, stats = live(client), server.engine.core.cache.stats()
     assert seen["tiers"]["memory"]["kinds"] == stats.bytes["memory"]
     assert seen["tiers"]["memory"]["budget"] == stats.budget
     assert seen["cache"]["entries"] == stats.entries
-    nodes = server.engine.cache.nodes()
+    nodes = server.engine.core.cache.nodes()
     assert seen["cache"]["tokens"] == sum(n.length for n in nodes)
     assert seen["state"] == "ready"
     assert 0 < seen["hit_rate"]["total"] < 1
@@ -164,9 +164,9 @@ def test_an_evicted_prefix_is_not_hot(server: Running, client: httpx.Client) -> 
 
     before = hot()
     assert len(before) > 1
-    evict(server.engine.cache, "checkpoint", max(before))
+    evict(server.engine.core.cache, "checkpoint", max(before))
     assert hot() == before - {max(before)}
-    evict_all(server.engine.cache)
+    evict_all(server.engine.core.cache)
     assert hot() == set()
 
 
@@ -177,13 +177,13 @@ def test_a_prefix_that_the_disk_still_has_is_hot(tmp_path: Path, reuse: str) -> 
         for question in ("one", "two", "three"):
             ask(client, question)
         server.settle()
-        server.engine.cache.flush()
+        server.engine.core.cache.flush()
         hot = live(client)["hottest"][0]
         assert (hot["tier"], hot["hits"] > 0) == ("memory", True)
-        evict_all(server.engine.cache)
+        evict_all(server.engine.core.cache)
         cold = live(client)["hottest"][0]
         assert (cold["tier"], cold["tokens"]) == ("disk", hot["tokens"])
-    server.engine.cache.close()
+    server.engine.core.cache.close()
 
 
 def test_what_is_remembered_is_bounded(client: httpx.Client) -> None:

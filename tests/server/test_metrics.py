@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     disk = {"cache_options": {"disk": str(tmp_path_factory.mktemp("disk"))}}
     with running(engine_options=disk, warm_ahead=False) as started:
         yield started
-    started.engine.cache.close()
+    started.engine.core.cache.close()
 
 
 @pytest.fixture(scope="module")

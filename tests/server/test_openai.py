@@ -195,7 +195,7 @@ def test_a_required_call_is_opened_after_the_thinking(
     for choice in ("required", named):
         ask(client, "Tide?", tools=TOOLS, tool_choice=choice, max_tokens=3)
         request = server.engine.requests[-1]
-        tokenizer = server.engine.tokenizer
+        tokenizer = server.engine.core.tokenizer
         assert request.opening == tokenizer.tool_call_start_tokens
         assert request.opens_after == tokenizer.think_end_tokens
     reply = ask(
@@ -244,7 +244,7 @@ def test_a_begun_answer_is_continued(server: Running, client: openai.OpenAI) -> 
 
 
 def test_completions_of_texts_and_tokens(server: Running, client: openai.OpenAI) -> None:
-    tokens = server.engine.tokenizer.encode("Hi")
+    tokens = server.engine.core.tokenizer.encode("Hi")
     with server.says("lo <think> world"):
         reply = client.completions.create(
             model="any", prompt=["Hel", "Jel"], max_tokens=10, logprobs=1, n=2
@@ -289,7 +289,7 @@ def test_salts_share_nothing(server: Running, client: openai.OpenAI) -> None:
 
 
 def test_a_client_that_goes_away_stops_its_work(server: Running, client: openai.OpenAI) -> None:
-    before = server.engine.stats()
+    before = server.engine.core.stats()
     stream = ask(client, "Go on and on", stream=True, max_tokens=5000)
     for i, _ in enumerate(stream):
         if i == 5:
@@ -302,7 +302,7 @@ def test_a_client_that_goes_away_stops_its_work(server: Running, client: openai.
     for request in server.engine.requests[-2:]:
         assert 0 < request.sink.choices[0].tokens < 5000  # type: ignore[attr-defined]
         assert request.sink.choices[0].finish == "cancelled"  # type: ignore[attr-defined]
-    assert before.restarts == server.engine.stats().restarts
+    assert before.restarts == server.engine.core.stats().restarts
 
 
 def test_many_clients_at_once_get_their_own_answers(server: Running, client: openai.OpenAI) -> None:

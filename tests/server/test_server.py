@@ -297,8 +297,8 @@ def test_cancels_at_random_moments_leave_nothing_behind(
         list(pool.map(leave, range(40)))
     server.settle()
     assert healthy(http)
-    assert server.engine.cache.stats().leases == 0
-    server.engine.cache.verify()
+    assert server.engine.core.cache.stats().leases == 0
+    server.engine.core.cache.verify()
     with server.says(f"</think>Still here.{END}"):
         reply = http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 40}).json()
     assert reply["choices"][0]["message"]["content"] == "Still here."

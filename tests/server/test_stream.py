@@ -14,10 +14,10 @@ from rewarm.generate.generation import (
     Delta,
     Ended,
     Event,
-    Progress,
-    Run,
-    RunDone,
-    RunFailed,
+    Prefilled,
+    PromptDone,
+    PromptFailed,
+    PromptRun,
 )
 from rewarm.generate.options import GenerationOptions
 from rewarm.prompt.chat import Chat
@@ -48,7 +48,7 @@ class Nobody:
     def cancel(self, work: Work) -> None:
         self.cancelled.append(work)
 
-    def ran(self, work: Work, run: Run) -> None: ...
+    def ran(self, work: Work, run: PromptRun) -> None: ...
 
 
 def token(text: str) -> Sampled:
@@ -59,7 +59,7 @@ def token(text: str) -> Sampled:
 async def no_send(message: Any) -> None: ...
 
 
-def work_of(**options: Any) -> tuple[Work, Run, Nobody]:
+def work_of(**options: Any) -> tuple[Work, PromptRun, Nobody]:
     nobody = Nobody()
     exchange = Exchange("r", "chat", no_send, lambda exchange, status: None)
     given = GenerationOptions(stream=True, **options)
@@ -67,7 +67,7 @@ def work_of(**options: Any) -> tuple[Work, Run, Nobody]:
     work = Work(chat, given, exchange=exchange, backend=nobody)  # type: ignore[arg-type]
     prompt = Prompt(np.array(TOKENIZER.encode("Hello?"), dtype=np.int32))
     choice = Choice(Answer(TOKENIZER, prompt.tokens, stop=given.stop))
-    run = Run(0, prompt, [choice], given, frozenset(), work.send, lambda seconds: None)
+    run = PromptRun(0, prompt, [choice], given, frozenset(), work.send, lambda seconds: None)
     work.runs.append(run)
     work.pending[0] = object()  # type: ignore[assignment]
     return work, run, nobody
@@ -91,7 +91,7 @@ def test_tokens_become_events_in_order() -> None:
         return await events_of(work)
 
     events = asyncio.run(run())
-    assert [type(e) for e in events] == [Progress, Delta, Delta, Ended, RunDone]
+    assert [type(e) for e in events] == [Prefilled, Delta, Delta, Ended, PromptDone]
     assert "".join(p.text for e in events if isinstance(e, Delta) for p in e.parts) == "ab"
 
 
@@ -103,11 +103,11 @@ def test_an_answer_that_cannot_be_read_to_its_end_fails_its_request() -> None:
         sink.done(COST)
         return await events_of(work)
 
-    assert isinstance(asyncio.run(run())[-1], RunFailed)
+    assert isinstance(asyncio.run(run())[-1], PromptFailed)
 
 
 def test_a_closed_event_loop_is_survived() -> None:
-    async def run() -> Run:
+    async def run() -> PromptRun:
         return work_of()[1]
 
     sink = asyncio.run(run())
@@ -129,7 +129,7 @@ def test_silence_is_told_and_leaving_cancels() -> None:
         assert work.abandoned
         sink.ended(0, "cancelled")
         sink.done(COST)
-        assert [type(e) for e in await anext(batches)] == [Ended, RunDone]
+        assert [type(e) for e in await anext(batches)] == [Ended, PromptDone]
         with pytest.raises(StopAsyncIteration):
             await anext(batches)
 
@@ -142,12 +142,12 @@ def test_each_api_has_its_own_sign_of_life() -> None:
         texts = TokenTexts(TOKENIZER)
         chat = ChatDialect(ChatRequest.model_validate_json(BODY), work, "m", texts)
         assert chat.idle() == ": keep-alive\n\n"
-        assert chat.events([Progress(0, 4, 10)]) == ": prefill 4/10\n\n"
+        assert chat.events([Prefilled(0, 4, 10)]) == ": prefill 4/10\n\n"
         assert chat.idle() == ": prefill 4/10\n\n"
         message = MessagesDialect(MessagesRequest.model_validate_json(BODY), work, "m", texts)
         # Before the message has started, only a comment is certain to be skipped.
         assert message.idle() == ": keep-alive\n\n"
-        assert message.events([Progress(0, 4, 10)]).startswith("event: message_start\n")
+        assert message.events([Prefilled(0, 4, 10)]).startswith("event: message_start\n")
         assert message.idle().startswith("event: ping\n")
 
     asyncio.run(run())

@@ -85,7 +85,7 @@ class Counting:
         self.server.settle()
         said = sum(r["rewarm"]["prefilled_tokens"] for r in self.replies)
         decoded = sum(r["usage"]["completion_tokens"] for r in self.replies)
-        warmed = self.server.engine.stats().warm_tokens
+        warmed = self.server.engine.core.stats().warm_tokens
         assert self.server.model.computed == said + decoded + warmed
         for reply in self.replies:
             parts = reply["rewarm"]["cached_tokens"] + reply["rewarm"]["prefilled_tokens"]

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rewarm import PrefixCache, load
-from rewarm.engine import Engine, Loaded
+from rewarm.engine import Engine, EngineParts
 from rewarm.errors import InvalidOption, NotReady, RewarmError
 from rewarm.generate.generation import Reading
 from rewarm.generate.generator import Generator
@@ -121,9 +121,9 @@ def questions(tokenizer: Any, skill: str, length: int, count: int, seed: int = 0
 
 
 def start(model: str) -> Engine:
-    def loaded() -> Loaded:
+    def loaded() -> EngineParts:
         found = load(model)
-        return Loaded(found.model, found.tokenizer, PrefixCache(found.model))
+        return EngineParts(found.model, found.tokenizer, PrefixCache(found.model))
 
     engine = Engine(loaded, EngineOptions(max_batch=AT_ONCE))
     engine.start()
@@ -165,7 +165,7 @@ def main(
             for length in sizes:
                 for skill in asked_skills:
                     progress.update(task, description=f"{skill}, {length:,} tokens")
-                    asked = questions(engine.tokenizer, skill, length, questions_, seed)
+                    asked = questions(engine.core.tokenizer, skill, length, questions_, seed)
                     for question in examiner.ask(asked):
                         right[skill][length] += question.right
                         if not question.right and shown[skill] < wrong:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from rewarm.engine import PromptPath
 from rewarm.errors import InvalidOption
 from rewarm.prompt.chat import Chat, Text
 from rewarm.prompt.render.renderer import Prompt
 from rewarm.prompt.text import common_tokens
 from rewarm.values import Miss
 
-from ..generation import Generation, Run
+from ..generation import Generation, PromptRun
 from ..generator import Generator
 from .advice import ChatRecord, proposals
 from .miss import described
@@ -47,7 +48,7 @@ class Advisor:
                 miss = replace(miss, reason="other_model", held=held)
         return described(miss, prompt, self.generator.tokenizer, chat)
 
-    def remember(self, id: str, generation: Generation, run: Run) -> None:
+    def remember(self, id: str, generation: Generation, run: PromptRun) -> None:
         """Keep an answered chat, to compare later ones with it."""
         chat = generation.chat
         if chat is None or run.cost is None:
@@ -67,9 +68,8 @@ class Advisor:
         if len(prompts) != 1:
             raise OnePrompt("prompt: one at a time can be explained")
         prompt, chat = prompts[0], asked if isinstance(asked, Chat) else None
-        found = self.generator.core.explain(
-            prompt.tokens, prompt.boundaries, salt, other_salts=other_salts
-        ).result()
+        path = PromptPath(prompt.tokens, prompt.boundaries, salt)
+        found = self.generator.core.explain(path, other_salts).result()
         match = found.match
         body: dict[str, Any] = {
             "prompt_tokens": match.tokens,
@@ -123,5 +123,6 @@ class Advisor:
 
     def _computed(self, prompt: Prompt, salt: str | None, before: RecentChat) -> int:
         """Tokens that nothing stored, and nothing asked before, has in common with a prompt."""
-        match = self.generator.core.match(prompt.tokens, prompt.boundaries, salt).result()
+        path = PromptPath(prompt.tokens, prompt.boundaries, salt)
+        match = self.generator.core.match(path).result()
         return len(prompt.tokens) - max(match.shared, common_tokens(before.tokens, prompt.tokens))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import xxhash
 
 from rewarm.cache import PrefixCache
-from rewarm.generate.generation import Generation, Run
+from rewarm.generate.generation import Generation, PromptRun
 from rewarm.values import Boundary, Tokens
 
 from ..dialect import miss_object, token_figures
@@ -227,7 +227,7 @@ class Hottest:
         self._prefixes: OrderedDict[Key, Prefix] = OrderedDict()
         self._lock = threading.Lock()
 
-    def resumed(self, run: Run, salt: str | None) -> None:
+    def resumed(self, run: PromptRun, salt: str | None) -> None:
         """Note the prefix that a prompt went on from, if there is one."""
         cost = run.cost
         if cost is None or not cost.match.resume:

@@ -88,7 +88,7 @@ def _model(backend: Backend, name: str) -> dict[str, Any]:
         "owned_by": "rewarm",
     }
     with contextlib.suppress(NotReady):  # not known until the model is loaded
-        body["context_length"] = body["max_model_len"] = backend.engine.context
+        body["context_length"] = body["max_model_len"] = backend.engine.core.context
     return body
 
 
@@ -102,7 +102,7 @@ async def cache(request: Request) -> Response:
 def _look(backend: Backend, wish: Wish, given: str | None) -> Response:
     view = backend.tree
     view.refresh()
-    stats = backend.engine.cache.stats()
+    stats = backend.engine.core.cache.stats()
     tag = f'"{view.tag(wish)}{stats.hits:x}{stats.leases:x}"'
     if given == tag:
         return Response(status_code=304, headers={"ETag": tag})
@@ -201,9 +201,9 @@ def _flight(work: Work, number: int, salt: str | None) -> dict[str, Any]:
 
 def _held(backend: Backend, salt: str | None) -> dict[str, Any]:
     """The part that the engine and the cache know; nulls until the model is loaded."""
-    engine = backend.engine
     try:
-        stats, cache = engine.stats(), engine.cache
+        core = backend.engine.core
+        stats, cache = core.stats(), core.cache
         tokenizer = backend.generator.tokenizer
         hottest = islice(backend.activity.hottest.held(cache), SHOWN_HOTTEST)
         shown = ("waiting", "prefilling", "decoding", "warm_waiting", "warm_tokens", "restarts")
@@ -211,9 +211,9 @@ def _held(backend: Backend, salt: str | None) -> dict[str, Any]:
             "hottest": [prefix.shown_to(salt, tokenizer) for prefix in hottest],
             "engine": {
                 **{name: getattr(stats, name) for name in shown},
-                "max_batch": engine.options.max_batch,
-                "max_queue": engine.options.max_queue,
-                "context": engine.context,
+                "max_batch": core.options.max_batch,
+                "max_queue": core.options.max_queue,
+                "context": core.context,
             },
             **_tiers(cache),
         }

@@ -17,7 +17,7 @@ from rewarm.cache.tiers.base import TierStats
 from rewarm.cache.tiers.disk.tier import DiskTier
 from rewarm.engine import Engine, EngineStats
 from rewarm.errors import CacheClosed, NotReady
-from rewarm.generate.generation import Run
+from rewarm.generate.generation import PromptRun
 from rewarm.values import Reason
 
 FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
@@ -97,7 +97,7 @@ class Metrics:
     def responded(self, endpoint: str, status: int) -> None:
         self._requests.labels(endpoint, str(status)).inc()
 
-    def ran(self, run: Run, endpoint: str) -> None:
+    def ran(self, run: PromptRun, endpoint: str) -> None:
         tokens = sum(choice.tokens for choice in run.choices)
         self._generated.labels(endpoint).inc(tokens)
         cost = run.cost

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rewarm.generate.generation import Choice, Delta, Progress
+from rewarm.generate.generation import Choice, Delta, Prefilled
 from rewarm.prompt.messages import Part
 
 from ..dialect import KEEP_ALIVE, Dialect, cached_tokens, rewarm_object
@@ -80,7 +80,7 @@ class MessagesDialect(Dialect):
             "rewarm": rewarm_object(self.work),
         }
 
-    def progress(self, event: Progress) -> str:
+    def progress(self, event: Prefilled) -> str:
         note = f": prefill {event.done}/{event.total}\n\n"
         return note if self._started else self._start(event.done) + note
 

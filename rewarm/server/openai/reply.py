@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import rewarm
-from rewarm.generate.generation import Choice, Delta, Ended, Progress
+from rewarm.generate.generation import Choice, Delta, Ended, Prefilled
 from rewarm.values import Sampled
 
 from ..dialect import KEEP_ALIVE, Dialect, cached_tokens, rewarm_object
@@ -53,7 +53,7 @@ class OpenAIDialect(Dialect):
 
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    _progress: Progress | None = None
+    _progress: Prefilled | None = None
     _held: dict[str, Any] | None = None
     """The last chunk with a finish reason, held back until it is known whether it is the last."""
 
@@ -99,7 +99,7 @@ class OpenAIDialect(Dialect):
         self._held = self._chunk(choice)
         return before
 
-    def progress(self, event: Progress) -> str:
+    def progress(self, event: Prefilled) -> str:
         self._progress = event
         return self._prefill()
 

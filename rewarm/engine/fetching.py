@@ -1,0 +1,101 @@
+"""Prompts whose state lies below memory: they wait for it while others go on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Protocol
+
+from rewarm.cache import PrefixCache
+from rewarm.cache.tiers.fetch import Fetch
+from rewarm.cache.tiers.lower import SILENCE
+
+from .messages import AboutFetch, Fetched, FetchLate, FetchMoved, Message
+from .running import Running
+from .scheduler import Scheduler
+
+log = logging.getLogger("rewarm.engine")
+
+TELL_EVERY = 0.25
+"""The seconds between two times that a client is told how far a fetch is."""
+
+
+class Post(Protocol):
+    def __call__(self, message: Message, at: float | None = None, /) -> None:
+        """Leave a message; `at`: by `time.monotonic`, when it becomes due."""
+
+
+class Fetching:
+    """Begins fetches, and takes the messages about them. All on the engine's thread.
+
+    Whatever a clock or another thread decides becomes a message, and has its effect when that is
+    taken.
+    """
+
+    def __init__(self, cache: PrefixCache, scheduler: Scheduler[Running], post: Post) -> None:
+        """`post` leaves a message for a later turn, from any thread."""
+        self._cache = cache
+        self._scheduler = scheduler
+        self._post = post
+        self._late: dict[int, Fetch] = {}
+        """Fetches that no sequence waits for any more, by the sequence that did."""
+
+    def begin(self, running: Running) -> None:
+        """Ask lower tiers for a prompt, as long as that may be faster than computing it."""
+        number, pace = running.id, running.pace or 0.0
+
+        def late_after(tokens: int) -> None:
+            self._post(FetchLate(number), time.monotonic() + tokens * pace)
+
+        def worth(tokens: int, nbytes: int) -> bool:
+            late_after(tokens)  # now it is known how many they are
+            return True
+
+        running.pace = None  # once is enough
+        fetch = self._cache.fetch(running.tokens, running.salt, running.boundaries, worth=worth)
+        running.fetching = fetch
+        self._scheduler.fetching(number)
+        running.tell_progress()
+        late_after(running.stop - running.known)
+        self._post(FetchMoved(number), time.monotonic() + TELL_EVERY)
+        fetch.on_done(lambda f: self._post(Fetched(number, f.future.result() and f.tokens > 0)))
+
+    def take(self, message: AboutFetch) -> None:
+        number = message.sequence
+        late = self._late.pop(number, None) if isinstance(message, Fetched) else None
+        if isinstance(message, Fetched) and late is not None and message.came:
+            self._take_in(late)
+        running = self._scheduler.jobs.get(number)
+        if running is None or running.stage != "fetching" or running.fetching is None:
+            return
+        fetch = running.fetching
+        match message:
+            case Fetched(came=came):
+                known = fetch.tokens if came and fetch.future.result() else 0
+                if not known:
+                    running.stop_fetching()
+                self._scheduler.fetched(number, known)
+            case FetchLate():
+                self._late[number], running.fetching = fetch, None
+                self._scheduler.fetched(number)
+            case FetchMoved(nbytes=nbytes, silent=silent):
+                running.tell_progress()
+                done = fetch.progress.done
+                silent = 0.0 if done > nbytes else silent + TELL_EVERY
+                if silent < SILENCE:
+                    moved = FetchMoved(number, done, silent)
+                    self._post(moved, time.monotonic() + TELL_EVERY)
+                else:
+                    log.warning("a tier is silent: its part of %s is computed again", running)
+                    self._post(FetchLate(number))
+
+    def close(self) -> None:
+        """Give up what no sequence waits for."""
+        for fetch in self._late.values():
+            fetch.cancel()
+
+    def _take_in(self, fetch: Fetch) -> None:
+        try:
+            self._cache.take_in(fetch)
+        except Exception:
+            log.debug("what came late could not be kept", exc_info=True)

@@ -1,0 +1,118 @@
+"""The requests that are not over, and how they end: answered, cancelled or failed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rewarm.errors import EngineFault
+from rewarm.values import Cost, Finish
+
+from .request import Request
+from .runner import Runner
+from .running import Running
+from .scheduler import Scheduler
+
+log = logging.getLogger("rewarm.engine")
+
+
+@dataclass
+class _Open:
+    request: Request
+    remaining: int
+    """The answers that have not ended."""
+    report: Cost | None = None
+    """The cost of the first choice: the others resume where it got to."""
+
+
+class Requests:
+    """Every open request hears exactly once that it is done or has failed."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler[Running]) -> None:
+        self._runner = runner
+        self._jobs = scheduler.jobs
+        self._remove = scheduler.remove
+        self._open: dict[int, _Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def has(self, running: Running) -> bool:
+        """Say whether a sequence belongs to a request that is open."""
+        return running.request is not None and running.request.id in self._open
+
+    def open(self, request: Request) -> None:
+        self._open[request.id] = _Open(request, request.n)
+
+    def sequences(self, request: int) -> list[Running]:
+        """The sequences of a request."""
+        return [s for s in self._jobs.values() if s.request and s.request.id == request]
+
+    def leave(self, sequences: Collection[Running], reason: Finish = "cancelled") -> None:
+        """Store, forget and tell: these are done. `reason`: of those that have not ended yet."""
+        sequences = [s for s in sequences if s.id in self._jobs]
+        reports = [s.report() for s in sequences]
+        for running in sequences:
+            running.ended = running.ended or reason  # whatever fails from here on
+        self._runner.leave(sequences)
+        for running, report in zip(sequences, reports, strict=True):
+            self._remove(running.id)
+            self._end(running, report)
+
+    def fail(self, running: Running, error: BaseException) -> None:
+        """An error belongs to its request, and ends all of it."""
+        log.error("%s failed", running, exc_info=error)
+        request = running.request
+        for each in [running, *(self.sequences(request.id) if request is not None else ())]:
+            self._runner.leave([each], keep=False)
+            self._remove(each.id)
+        if request is not None:
+            self._fail(request, error)
+
+    def restart(self, error: BaseException, *, keep: bool) -> Iterator[Running]:
+        """End what a turn that failed as a whole has left. Gives those that start over."""
+        running = list(self._jobs.values())
+        for each in running:
+            ran = each.lease is not None
+            report = each.report()
+            self._runner.leave([each], keep=False)
+            self._remove(each.id)
+            if each.ended is not None:
+                self._end(each, report)
+            elif not keep or (ran and each.isolated):
+                self.fail(each, error)
+            each.isolated = each.isolated or ran
+        again = [each for each in running if each.ended is None and self.has(each)]
+        known = {each.request.id for each in again if each.request is not None}
+        for opened in [o for number, o in self._open.items() if number not in known]:
+            self._fail(opened.request, error)  # the turn ended before its sequences were there
+        return iter(again)
+
+    def _end(self, running: Running, report: Cost) -> None:
+        request = running.request
+        opened = self._open.get(request.id) if request is not None else None
+        if opened is None:
+            return
+        sink = opened.request.sink
+        _tell(sink.ended, running.choice, running.ended)
+        opened.remaining -= 1
+        if running.choice == 0 or opened.report is None:
+            opened.report = report
+        if not opened.remaining:
+            del self._open[opened.request.id]
+            _tell(sink.done, opened.report)
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        if self._open.pop(request.id, None) is not None:
+            fault = EngineFault(f"the model failed on this request: {type(error).__name__}")
+            _tell(request.sink.failed, fault)
+
+
+def _tell(call: Callable[..., None], *details: Any) -> None:
+    """A sink that fails has only itself to blame."""
+    try:
+        call(*details)
+    except Exception:
+        log.exception("a request's sink failed")

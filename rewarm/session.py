@@ -160,7 +160,7 @@ class Session:
         )
         generation = Reading(_asked(prompt, tools, template or {}), options)
         self._generator.prepare(generation, partial(_put, generation))
-        return self._events(generation, on_prefill, cancel or threading.Event())
+        return self._events(generation, on_prefill, cancel)
 
     def prepare(self) -> None:
         """Compute the beginning of the next turn's prompt, on this thread, until it is done or
@@ -180,25 +180,21 @@ class Session:
         self,
         generation: Reading,
         on_prefill: Callable[[int, int], None] | None,
-        cancel: threading.Event,
+        cancel: threading.Event | None,
     ) -> Iterator[StreamEvent]:
-        rest, told = StreamEvent(), -1
+        rest = StreamEvent()
         self._generator.submit(generation)
-        with self._wired(), closing(self._generator.events(generation)) as events:
+        with self._wired(), closing(self._generator.events(generation, cancel)) as events:
             for event in events:
                 if isinstance(event, Delta):
                     rest = _step(event)
                     if event.sampled:
                         yield rest
                         rest = StreamEvent()
-                elif isinstance(event, Prefilled):
-                    if on_prefill is not None and event.done != told:
-                        told = event.done
-                        on_prefill(told, event.total)
+                elif isinstance(event, Prefilled) and on_prefill is not None:
+                    on_prefill(event.done, event.total)
                 elif isinstance(event, PromptFailed):
                     raise event.error.__cause__ or event.error
-                if cancel.is_set():
-                    self._generator.cancel(generation)
         self._last = generation
         yield replace(rest, reply=_reply(generation))
 
@@ -264,7 +260,9 @@ def _check_options(max_tokens: int, stop: list[str]) -> None:
 
 
 def _last(events: Iterator[StreamEvent]) -> Reply:
-    *_, last = events
-    if last.reply is None:
+    reply = None
+    for event in events:
+        reply = event.reply
+    if reply is None:
         raise RuntimeError("the stream ended without a reply")
-    return last.reply
+    return reply

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,8 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from rewarm import PrefixCache, Session
+from rewarm.cache.tiers.fetch import Fetch
+from rewarm.engine import runner
 from tests import zoo
 from tests.leaks import COMPILED
 from tests.runs import Counted
@@ -173,6 +176,25 @@ def test_cancelling_an_answer_stops_it_and_keeps_it(how: str) -> None:
     assert session.cache.stats().leases == 0
     assert session.cache.match([*tokens, *given, 1]).resume >= 99 + 5
     session.cache.verify()
+
+
+def test_a_prompt_that_is_being_fetched_can_be_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = list(range(1, 200))
+    before = session_of(disk=str(tmp_path))
+    before.generate(tokens, max_tokens=1)
+    before.cache.close()
+    monkeypatch.setattr(runner, "PACE", 1e6)
+    monkeypatch.setattr(Fetch, "on_done", lambda fetch, call: None)  # a tier that never answers
+    session, cancel = session_of(disk=str(tmp_path)), threading.Event()
+    timer = threading.Timer(0.1, cancel.set)
+    timer.start()
+    reply = session.generate(tokens, cancel=cancel)
+    timer.join()
+    assert (reply.finish_reason, reply.usage.prefilled_tokens) == ("cancelled", 0)
+    assert session.cache.stats().leases == 0
+    session.cache.close()
 
 
 def test_an_exception_in_a_callback_leaves_nothing_pinned() -> None:

@@ -99,7 +99,7 @@ class Core:
         1, no batch is tried out."""
         self.options = options or EngineOptions()
         self.model, self.tokenizer, self.cache = parts
-        self.on_turn: Callable[[Sequence[Message]], None] = lambda messages: None
+        self.on_turn: Callable[[Sequence[Message]], None] | None = None
         """Called before each turn with the messages that it takes. Given to `follow`, one list
         after the other, these make another core of the same model do the same."""
         self.stopping = False
@@ -238,14 +238,14 @@ class Core:
 
     def turn(self) -> None:
         """Take what was posted, and bring everything that runs one step on."""
-        self._turn(self._inbox.waiting(), self._inbox.taken)
+        self.follow(self._inbox.waiting(), self._inbox.taken)
 
-    def follow(self, messages: Sequence[Message]) -> None:
-        """Take one turn over these messages, and no others."""
-        self._turn(messages, lambda: None)
-
-    def _turn(self, messages: Sequence[Message], taken: Callable[[], None]) -> None:
-        self.on_turn(messages)
+    def follow(
+        self, messages: Sequence[Message], taken: Callable[[], object] = lambda: None
+    ) -> None:
+        """Take one turn over these messages, and no others. `taken` is called after each."""
+        if self.on_turn is not None:
+            self.on_turn(messages)
         with mx.stream(STREAM):
             for message in messages:
                 try:

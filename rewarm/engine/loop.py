@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -17,14 +16,10 @@ from rewarm.values import Finish, Sampled
 from .fetching import Fetching, Post
 from .messages import (
     Cancel,
-    Clear,
     Close,
-    Explain,
-    FindMatch,
     MarkIdle,
     Message,
     Question,
-    Resize,
     Submit,
     Warm,
 )
@@ -34,8 +29,6 @@ from .running import Running
 from .scheduler import Piece, Preparation, Scheduler
 
 log = logging.getLogger("rewarm.engine")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,24 +103,11 @@ class Loop:
             case Question(answer=answer):
                 if answer.set_running_or_notify_cancel():
                     try:
-                        answer.set_result(self._answer(message))
+                        answer.set_result(message.asked_of(self.runner.cache))
                     except Exception as error:
                         answer.set_exception(error)
             case _:
                 self._fetching.take(message)
-
-    def _answer(self, question: Question[Any]) -> Any:
-        cache = self.runner.cache
-        match question:
-            case FindMatch(path):
-                return cache.match(path.tokens, path.salt, path.boundaries)
-            case Explain(path, others):
-                return cache.miss(path.tokens, path.salt, path.boundaries, other_salts=others)
-            case Clear(give_back):
-                return cache.clear(give_back=give_back)
-            case Resize(nbytes):
-                return cache.resize(nbytes)
-        raise TypeError(f"{type(question).__name__} is no question of the engine")
 
     def _submit(self, message: Submit) -> None:
         request = message.request

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from rewarm.cache import PrefixCache
 from rewarm.cache.views.miss import Missed
 from rewarm.values import Boundary, Match, Tokens
 
@@ -64,9 +65,12 @@ class MarkIdle:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Question(Generic[T]):
-    """A message that has an answer."""
+    """A message that has an answer, which the cache knows."""
 
     answer: Future[T] = field(default_factory=Future)
+
+    def asked_of(self, cache: PrefixCache) -> T:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +78,9 @@ class FindMatch(Question[Match]):
     """Say how much of a prompt could be reused now."""
 
     path: PromptPath
+
+    def asked_of(self, cache: PrefixCache) -> Match:
+        return cache.match(self.path.tokens, self.path.salt, self.path.boundaries)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +90,10 @@ class Explain(Question[Missed]):
     path: PromptPath
     other_salts: Sequence[str] = ()
 
+    def asked_of(self, cache: PrefixCache) -> Missed:
+        path, others = self.path, self.other_salts
+        return cache.miss(path.tokens, path.salt, path.boundaries, other_salts=others)
+
 
 @dataclass(frozen=True, eq=False)
 class Clear(Question[None]):
@@ -90,12 +101,18 @@ class Clear(Question[None]):
 
     give_back: bool = True
 
+    def asked_of(self, cache: PrefixCache) -> None:
+        cache.clear(give_back=self.give_back)
+
 
 @dataclass(frozen=True, eq=False)
 class Resize(Question[None]):
     """Give the cache another budget."""
 
     nbytes: int
+
+    def asked_of(self, cache: PrefixCache) -> None:
+        cache.resize(self.nbytes)
 
 
 @dataclass(frozen=True)

@@ -267,12 +267,17 @@ class Scheduler(Generic[J]):
 
     def plan(self) -> Plan:
         pieces = self._pieces()[0] if self._undecided else ()
-        decoding = [j for j in self.jobs.values() if j.stage == "decoding"]
-        ready = [j.id for j in self.jobs.values() if j.stage == "ready"]
-        admit = tuple(ready[: self.max_batch - len(decoding)])
         most = max(self.window - self.step, 1)
-        full = tuple([j.id for j in decoding if self.window and j.unstored >= most])
-        return Plan(admit, full, bool(decoding or admit), tuple(pieces))
+        ready, full, decoding = [], [], 0
+        for job in self.jobs.values():
+            if job.stage == "ready":
+                ready.append(job.id)
+            elif job.stage == "decoding":
+                decoding += 1
+                if self.window and job.unstored >= most:
+                    full.append(job.id)
+        admit = tuple(ready[: self.max_batch - decoding])
+        return Plan(admit, tuple(full), bool(decoding or admit), tuple(pieces))
 
     @property
     def _decodes(self) -> bool:

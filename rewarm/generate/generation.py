@@ -101,7 +101,7 @@ class PromptRun:
     options: GenerationOptions
     end_tokens: frozenset[int]
     emit: Emit
-    between: Callable[[float], None]
+    between: Callable[[float], None] | None
     """Told the seconds between two tokens of a choice."""
     echo: str = ""
     """The prompt's text, where it is part of the answers."""
@@ -115,24 +115,24 @@ class PromptRun:
     """Why not more of the prompt was reused, in words and figures."""
 
     def prefilled(self, done: int, total: int) -> None:
-        if self.resumed is None:
-            self.resumed = done
-        self.position = done
-        self._emit(Prefilled(self.number, done, total))
+        if self.resumed is None or done != self.position:
+            self.resumed = done if self.resumed is None else self.resumed
+            self.position = done
+            self._emit(Prefilled(self.number, done, total))
 
     def token(self, choice: int, sampled: Sampled) -> bool:
         chosen, options, now = self.choices[choice], self.options, time.perf_counter()
-        if chosen.tokens:
-            self.between(now - chosen.last_at)
-        else:
+        if not chosen.tokens:
             chosen.first_at = now
+        elif self.between is not None:
+            self.between(now - chosen.last_at)
         chosen.last_at = now
         chosen.tokens += 1
         piece = chosen.answer.add(sampled.token)
         # Tokens that gave nothing yet belong to what comes out next.
         chosen._silent += 1
         if piece.parts:
-            if any(part.kind == "thinking" for part in piece.parts):
+            if piece.parts[0].kind == "thinking":
                 chosen.reasoning_tokens += chosen._silent
             chosen._silent = 0
         logged = options.top_logprobs is not None and sampled.token not in self.end_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Events
 from dataclasses import replace
@@ -45,7 +46,7 @@ class Generator:
         template: Mapping[str, Any] | None = None,
         max_answer: int = ServerOptions.max_answer,
         warm_ahead: bool = True,
-        between: Callable[[float], None] = lambda seconds: None,
+        between: Callable[[float], None] | None = None,
     ) -> None:
         """`template`: options of the chat template where a chat does not say otherwise.
         `max_answer`: tokens of an answer where no limit is asked for. `between` is told the
@@ -93,18 +94,23 @@ class Generator:
         self.submit(generation)
         return generation
 
-    def events(self, generation: Reading) -> Events[Event, None, None]:
-        """The events up to the end. Closing this early stops the work; what was computed is
-        kept."""
+    def events(
+        self, generation: Reading, cancel: threading.Event | None = None
+    ) -> Events[Event, None, None]:
+        """Give the events up to the end. Closing this early stops the work, and so does `cancel`;
+        what was computed is kept."""
         try:
             while generation.pending:
-                event = self.pump.next(generation.events)
-                generation.take(event)
-                yield event
+                if cancel is not None and cancel.is_set():
+                    self.cancel(generation)
+                if (event := self.pump.next(generation.events)) is not None:
+                    generation.take(event)
+                    yield event
         finally:
             self.cancel(generation)
             while generation.pending:
-                generation.take(self.pump.next(generation.events))
+                if (event := self.pump.next(generation.events)) is not None:
+                    generation.take(event)
 
     # The steps. The first takes a while; none of them waits for the engine.
 

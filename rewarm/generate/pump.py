@@ -11,8 +11,8 @@ from .generation import Event
 
 
 class Pump(Protocol):
-    def next(self, events: SimpleQueue[Event]) -> Event:
-        """Wait for the next event. Called on the reader's thread."""
+    def next(self, events: SimpleQueue[Event]) -> Event | None:
+        """Wait for the next event, on the reader's thread; None where it may take longer yet."""
 
 
 class ThreadPump:
@@ -31,10 +31,10 @@ class CallerPump:
     def __init__(self, core: Core) -> None:
         self.core = core
 
-    def next(self, events: SimpleQueue[Event]) -> Event:
-        while events.empty():
+    def next(self, events: SimpleQueue[Event]) -> Event | None:
+        if events.empty():
             self.turn()
-        return events.get()
+        return None if events.empty() else events.get()
 
     def warm_up(self) -> None:
         """Turn until all that was asked for ahead is computed."""

@@ -34,11 +34,11 @@ class Said:
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.parts if part.kind == "text")
+        return "".join([part.text for part in self.parts if part.kind == "text"])
 
     @property
     def reasoning(self) -> str:
-        return "".join(part.text for part in self.parts if part.kind == "thinking")
+        return "".join([part.text for part in self.parts if part.kind == "thinking"])
 
     @property
     def calls(self) -> list[Call]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import pytest
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.tiers.fetch import Fetch
-from rewarm.engine import Core, EngineParts, Request, runner
+from rewarm.engine import Core, EngineParts, Request, fetching, runner
 from rewarm.engine.scheduler import MOST_FETCHING
 from rewarm.options import EngineOptions
 from tests import zoo
@@ -152,6 +153,22 @@ def test_a_fetch_that_takes_longer_than_computing_is_not_waited_for(
         settle(core)
         assert held.taken_in == 1, "later requests may use what came late"
         core.cache.verify()
+
+
+def test_a_tier_that_is_silent_is_not_waited_for(
+    tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long computing is thought to take: a first prompt is timed while MLX compiles."""
+    monkeypatch.setattr(runner, "PACE", 1e6)
+    monkeypatch.setattr(fetching, "SILENCE", 3 * fetching.TELL_EVERY)
+    model, below = zoo.tiny("llama"), prompt(200)
+    with core_over(model, tmp_path, below) as core:
+        _, asked = ask(core, below)
+        until = time.monotonic() + PATIENCE
+        while asked.report is None and time.monotonic() < until:
+            core.turn()
+            core.wait(PATIENCE)
+        assert asked.prefilled_tokens == 200
 
 
 def test_a_request_that_is_cancelled_stops_fetching(tmp_path: Path, held: Held) -> None:

@@ -7,68 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rewarm.prompt.messages import REASONING, is_system
 from rewarm.values import Message
-
-Pattern = Literal[
-    "timestamp",
-    "random_id",
-    "tools_order",
-    "json_keys",
-    "trimmed_history",
-    "thinking",
-    "system_prompt",
-]
-
-
-class Known(NamedTuple):
-    """A pattern in words."""
-
-    name: str
-    advice: str
-
-
-PATTERNS: dict[Pattern, Known] = {
-    "timestamp": Known(
-        "A date or time that differs from request to request",
-        "Move the date or time to the end of the prompt, such as into the last user message, or "
-        "round it to what the model needs (a day).",
-    ),
-    "random_id": Known(
-        "An id that differs from request to request",
-        "Leave the id out of the prompt, keep it the same for the whole conversation, or put it "
-        "into the last user message.",
-    ),
-    "tools_order": Known(
-        "Tools in another order",
-        "Send the tools in the same order every time: sort them by name.",
-    ),
-    "json_keys": Known(
-        "JSON with its keys in another order",
-        "Write JSON with its keys in the same order every time: sort them, or keep the order of "
-        "the first request.",
-    ),
-    "trimmed_history": Known(
-        "A history that was cut off at the front",
-        "Keep the beginning of the history. Where it must be shortened, do so rarely and by a "
-        "large step, or replace it once by a summary.",
-    ),
-    "thinking": Known(
-        "Thinking that was sent back once, and once not",
-        "Send an answer back as it was delivered: with its reasoning_content where it had one, "
-        "above all between a tool call and its result.",
-    ),
-    "system_prompt": Known(
-        "A system prompt that differs from request to request",
-        "Keep one system prompt for all requests. Put what differs at its very end, or into the "
-        "first user message.",
-    ),
-}
 
 TIMES = re.compile(
     r"\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?"
@@ -100,11 +45,9 @@ class ChatRecord:
     tools: Sequence[Any] = ()
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """The chat without the pattern, and the first place of the pattern."""
+class Change(NamedTuple):
+    """A chat without a pattern, and the first place where the pattern stands."""
 
-    pattern: Pattern
     fixed: ChatRecord
     field: str
     message: int | None = None
@@ -112,39 +55,58 @@ class Proposal:
     stored: str = ""
     sent: str = ""
 
+
+class Pattern(NamedTuple):
+    """A habit of clients that costs hits."""
+
+    name: str
+    title: str
+    advice: str
+    look: Callable[[ChatRecord, ChatRecord], Change | None]
+    """Finds the pattern in a chat, given an earlier one."""
+
+
+class Proposal(NamedTuple):
+    """A pattern that a chat shows, and the chat without it."""
+
+    pattern: Pattern
+    change: Change
+
     def told(self, tokens: int) -> dict[str, Any]:
         """The proposal in words and figures, where following it saves so many tokens."""
-        known = PATTERNS[self.pattern]
-        where = f" (message {self.message}, {self.role})" if self.role else ""
+        pattern, change = self
+        where = f" (message {change.message}, {change.role})" if change.role else ""
         return {
-            "pattern": self.pattern,
+            "pattern": pattern.name,
             "tokens": tokens,
-            "message": self.message,
-            "role": self.role,
-            "field": self.field,
-            "stored": self.stored,
-            "sent": self.sent,
-            "text": f"{known.name}{where} costs {tokens:,} tokens per request. {known.advice}",
+            "message": change.message,
+            "role": change.role,
+            "field": change.field,
+            "stored": change.stored,
+            "sent": change.sent,
+            "text": f"{pattern.title}{where} costs {tokens:,} tokens per request. {pattern.advice}",
         }
 
 
-def proposals(now: ChatRecord, before: ChatRecord) -> list[Proposal]:
+def proposals(now: ChatRecord, before: ChatRecord) -> Iterator[Proposal]:
     """One for each pattern that the two chats show."""
-    found = (look(now, before) for look in LOOKS)
-    return [proposal for proposal in found if proposal is not None]
+    for pattern in PATTERNS:
+        change = pattern.look(now, before)
+        if change is not None:
+            yield Proposal(pattern, change)
 
 
-def _tools_order(now: ChatRecord, before: ChatRecord) -> Proposal | None:
+def _tools_order(now: ChatRecord, before: ChatRecord) -> Change | None:
     names, known = ([_name(t) for t in record.tools] for record in (now, before))
     if names == known or sorted(names) != sorted(known) or len(set(names)) < len(names):
         return None
     by_name = dict(zip(names, now.tools, strict=True))
     fixed = replace(now, tools=[by_name[name] for name in known])
     i = _first(names, known)
-    return Proposal("tools_order", fixed, "tools", stored=known[i], sent=names[i])
+    return Change(fixed, "tools", stored=known[i], sent=names[i])
 
 
-def _json_keys(now: ChatRecord, before: ChatRecord) -> Proposal | None:
+def _json_keys(now: ChatRecord, before: ChatRecord) -> Change | None:
     """In tools, in the arguments of calls, and in messages that are JSON as a whole."""
     tools = [_in_order_of(a, b) for a, b in zip(now.tools, before.tools, strict=False)]
     tools += now.tools[len(tools) :]
@@ -166,7 +128,7 @@ def _json_keys(now: ChatRecord, before: ChatRecord) -> Proposal | None:
     if place is None or pair is None:
         return None
     stored, sent = _apart(*(p if isinstance(p, str) else _json(p) for p in pair))
-    return Proposal("json_keys", ChatRecord(messages, tools), *place, stored, sent)
+    return Change(ChatRecord(messages, tools), *place, stored, sent)
 
 
 Changed = tuple[Message, str, str]
@@ -174,34 +136,33 @@ Changed = tuple[Message, str, str]
 
 
 def _message_by_message(
-    pattern: Pattern,
     field: str,
     change: Callable[[Message, Message], Changed | None],
     now: ChatRecord,
     before: ChatRecord,
-) -> Proposal | None:
-    """A pattern that shows between two messages in the same place of both chats."""
+) -> Change | None:
+    """Find a pattern that shows between two messages in the same place of both chats."""
     messages = list(now.messages)
-    first: Proposal | None = None
+    first: Change | None = None
     for i, (message, other) in enumerate(zip(now.messages, before.messages, strict=False)):
         role = message["role"]
         changed = change(message, other) if role == other["role"] else None
         if changed is not None:
             messages[i], stored, sent = changed
-            first = first or Proposal(pattern, now, field, i, role, stored, sent)
-    return first and replace(first, fixed=replace(now, messages=messages))
+            first = first or Change(now, field, i, role, stored, sent)
+    return first and first._replace(fixed=replace(now, messages=messages))
 
 
-def _masked(
-    pattern: Pattern, expression: re.Pattern[str]
-) -> Callable[[ChatRecord, ChatRecord], Proposal | None]:
-    """A value that stands in the same place of both chats, each time another one."""
+def _other_values(
+    expression: re.Pattern[str], now: ChatRecord, before: ChatRecord
+) -> Change | None:
+    """Find a value that stands in the same place of both chats, each time another one."""
 
     def change(message: Message, other: Message) -> Changed | None:
         content, pair = _with_values_of(expression, message["content"], other["content"])
         return ({**message, "content": content}, *pair) if pair is not None else None
 
-    return partial(_message_by_message, pattern, "content", change)
+    return _message_by_message("content", change, now, before)
 
 
 def _without_thinking(message: Message, other: Message) -> Changed | None:
@@ -213,7 +174,7 @@ def _without_thinking(message: Message, other: Message) -> Changed | None:
     return fixed, theirs[:SHOWN], mine[:SHOWN]
 
 
-def _trimmed(now: ChatRecord, before: ChatRecord) -> Proposal | None:
+def _trimmed(now: ChatRecord, before: ChatRecord) -> Change | None:
     """The history after the system prompt has lost its beginning."""
     begin = next((i for i, m in enumerate(now.messages) if not is_system(m)), len(now.messages))
     kept, whole = list(now.messages[begin:]), list(before.messages[begin:])
@@ -225,8 +186,7 @@ def _trimmed(now: ChatRecord, before: ChatRecord) -> Proposal | None:
             return None
         if all(map(same, kept[:overlap], whole[dropped : dropped + overlap])):
             fixed = [*now.messages[:begin], *whole[:dropped], *kept]
-            return Proposal(
-                "trimmed_history",
+            return Change(
                 replace(now, messages=fixed),
                 "content",
                 begin,
@@ -237,7 +197,7 @@ def _trimmed(now: ChatRecord, before: ChatRecord) -> Proposal | None:
     return None
 
 
-def _system_prompt(now: ChatRecord, before: ChatRecord) -> Proposal | None:
+def _system_prompt(now: ChatRecord, before: ChatRecord) -> Change | None:
     if not now.messages or not before.messages or not is_system(now.messages[0]):
         return None
     mine, theirs = now.messages[0]["content"], before.messages[0]["content"]
@@ -250,18 +210,60 @@ def _system_prompt(now: ChatRecord, before: ChatRecord) -> Proposal | None:
     stored, sent = _apart(theirs, mine)
     fixed = [{**now.messages[0], "content": theirs}, *now.messages[1:]]
     role = now.messages[0]["role"]
-    return Proposal("system_prompt", replace(now, messages=fixed), "content", 0, role, stored, sent)
+    return Change(replace(now, messages=fixed), "content", 0, role, stored, sent)
 
 
-LOOKS: tuple[Callable[[ChatRecord, ChatRecord], Proposal | None], ...] = (
-    _tools_order,
-    _json_keys,
-    _masked("timestamp", TIMES),
-    _masked("random_id", IDS),
-    partial(_message_by_message, "thinking", "reasoning_content", _without_thinking),
-    _trimmed,
-    _system_prompt,
+PATTERNS = (
+    Pattern(
+        "tools_order",
+        "Tools in another order",
+        "Send the tools in the same order every time: sort them by name.",
+        _tools_order,
+    ),
+    Pattern(
+        "json_keys",
+        "JSON with its keys in another order",
+        "Write JSON with its keys in the same order every time: sort them, or keep the order of "
+        "the first request.",
+        _json_keys,
+    ),
+    Pattern(
+        "timestamp",
+        "A date or time that differs from request to request",
+        "Move the date or time to the end of the prompt, such as into the last user message, or "
+        "round it to what the model needs (a day).",
+        partial(_other_values, TIMES),
+    ),
+    Pattern(
+        "random_id",
+        "An id that differs from request to request",
+        "Leave the id out of the prompt, keep it the same for the whole conversation, or put it "
+        "into the last user message.",
+        partial(_other_values, IDS),
+    ),
+    Pattern(
+        "thinking",
+        "Thinking that was sent back once, and once not",
+        "Send an answer back as it was delivered: with its reasoning_content where it had one, "
+        "above all between a tool call and its result.",
+        partial(_message_by_message, "reasoning_content", _without_thinking),
+    ),
+    Pattern(
+        "trimmed_history",
+        "A history that was cut off at the front",
+        "Keep the beginning of the history. Where it must be shortened, do so rarely and by a "
+        "large step, or replace it once by a summary.",
+        _trimmed,
+    ),
+    Pattern(
+        "system_prompt",
+        "A system prompt that differs from request to request",
+        "Keep one system prompt for all requests. Put what differs at its very end, or into the "
+        "first user message.",
+        _system_prompt,
+    ),
 )
+"""The patterns in the order in which they are looked for."""
 
 
 def same(a: Message, b: Message) -> bool:

@@ -106,16 +106,16 @@ class Advisor:
         seen: set[str] = set()
         while True:
             for proposal in proposals(record, before.record):
-                if proposal.pattern in seen:
+                if proposal.pattern.name in seen:
                     continue
-                fixed = proposal.fixed
+                fixed = proposal.change.fixed
                 other = replace(
                     chat, messages=list(fixed.messages), tools=list(fixed.tools) or None
                 )
                 without = self._computed(self.generator.render(other), salt, before)
                 if cost - without >= LEAST:
                     found.append(proposal.told(cost - without))
-                    seen.add(proposal.pattern)
+                    seen.add(proposal.pattern.name)
                     record, cost = fixed, without
                     break
             else:

@@ -135,8 +135,8 @@ class _Now(Collector):
     def collect(self) -> Iterator[Metric]:
         yield _gauge("ready", "1 where requests are answered.", self._engine.state == "ready")
         try:
-            yield from self._requests(self._engine.stats())
-            stats = self._engine.cache.stats()
+            yield from self._requests(self._engine.core.stats())
+            stats = self._engine.core.cache.stats()
             yield from _cache(stats)
             for name, tier in stats.below.items():
                 yield from _tier(name, tier)

@@ -55,7 +55,7 @@ class Reply:
 
     @property
     def miss(self) -> str | None:
-        """Why not more of the prompt was reused; None where all of it was."""
+        """The reason why not more of the prompt was reused; None where all of it was."""
         return self.timings.miss.reason if self.timings.miss is not None else None
 
 

@@ -117,8 +117,8 @@ class Core:
             most, room = self.options.max_batch, self.options.room or auto_size()
             window = self.cache.layout.shortest_window
             scheduler = Scheduler[Running](most, room, self.cache.chunk, window, decoder.most)
-            # Not a method of this core: the core and its cache are freed once nobody uses them,
-            # without waiting for a collector.
+            # Not a method of this core: the core and its cache are then freed without a
+            # collector.
             self._loop = Loop(runner, scheduler, _unheard if follows else self._inbox.post)
 
     def _made_runner(self, decoder: type[Decoder]) -> Runner:
@@ -185,11 +185,11 @@ class Core:
             self._inbox.post(MarkIdle(self._checked(path)))
 
     def match(self, path: PromptPath) -> Future[Match]:
-        """How much of a prompt could be reused, as of the next turn."""
+        """Find how much of a prompt could be reused, as of the next turn."""
         return self._ask(FindMatch(self._checked(path)))
 
     def explain(self, path: PromptPath, other_salts: Sequence[str] = ()) -> Future[Missed]:
-        """Why not more of a prompt could be reused, as of the next turn."""
+        """Find why not more of a prompt could be reused, as of the next turn."""
         return self._ask(Explain(self._checked(path), tuple(other_salts)))
 
     def clear(self, *, give_back: bool = True) -> Future[None]:
@@ -221,12 +221,12 @@ class Core:
 
     @property
     def has_requests(self) -> bool:
-        """A request is not answered yet."""
+        """Say whether a request is not answered yet."""
         return bool(self._loop.requests or self._inbox.waiting())
 
     @property
     def has_work(self) -> bool:
-        """Another turn would do something."""
+        """Say whether another turn would do something."""
         return self._loop.has_work or bool(self._inbox.waiting())
 
     def wait(self, timeout: float | None = None) -> bool:

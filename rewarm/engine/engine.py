@@ -27,17 +27,17 @@ log = logging.getLogger("rewarm.engine")
 State = Literal["loading", "ready", "failing", "stopped"]
 
 FAILURES = 3
-"""Turns in a row that may fail before waiting requests are turned away too."""
+"""The failed turns in a row after which waiting requests are turned away too."""
 
 PATIENCE = 2.0
-"""Seconds of trying the model out after which a line says what takes so long."""
+"""The seconds of trying the model out after which a line in the log says what takes so long."""
 
 QUIET = (1.0, 10.0)
-"""Seconds without work after which the durable part of the cache, and then all of it, goes to
-disk."""
+"""The seconds without work after which the durable part of the cache, and then all of it, is
+written to lower tiers."""
 
 LAST_STEPS = 10.0
-"""Seconds that a thread has at most for what is left to do once its work is over."""
+"""The most seconds that a thread has for its last steps once its work is over."""
 
 
 class Engine:
@@ -61,7 +61,7 @@ class Engine:
     # From any thread.
 
     def start(self) -> None:
-        """Load and run; more than once is as good as once."""
+        """Load and run. A second call changes nothing."""
         if self._thread.ident is None:
             self._thread.start()
 
@@ -70,7 +70,7 @@ class Engine:
         return self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> State:
-        """Wait until the model is loaded, or has failed to."""
+        """Wait until the model is loaded, or cannot be."""
         self._settled.wait(timeout)
         return self.state
 
@@ -143,7 +143,8 @@ class Engine:
 
     @contextmanager
     def _trying_out(self) -> Iterator[None]:
-        """All that MLX compiles for a request, it compiles in here."""
+        """Say what is done while MLX compiles what requests need, and log it where it takes
+        long."""
         self.detail = "the model is being tried out"
         slow = threading.Timer(
             PATIENCE,
@@ -176,10 +177,9 @@ class Engine:
 
 
 def _end_streams() -> None:
-    """Wait for what this thread gave to MLX: a process that ends meanwhile aborts, or never ends.
-
-    A load that failed may have left work behind, too."""
-    with suppress(RuntimeError):  # what fails there belongs to nobody any more
+    """Wait for what this thread gave to MLX, such as what a failed load left behind: a process that
+    ends meanwhile aborts, or never ends."""
+    with suppress(RuntimeError):  # what fails there belongs to no request
         mx.synchronize(STREAM)
     mx.clear_streams()
 

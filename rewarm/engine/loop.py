@@ -44,8 +44,7 @@ class EngineStats:
 
 
 class Loop:
-    """What waits and what runs, and the turns that bring it on. All on the engine's thread, but
-    for `stats`."""
+    """Takes messages and turns. Everything but `stats` runs on the engine's thread."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler[Running], post: Post) -> None:
         """`post` leaves a message for a later turn, from any thread."""

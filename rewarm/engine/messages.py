@@ -46,7 +46,7 @@ class Cancel:
     """Stop a request. What was computed is kept."""
 
     request: int
-    """Its `Request.id`."""
+    """The request's `id`."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A request as the engine sees it: tokens in, tokens out. Text is the caller's."""
+"""A request as the engine sees it: tokens in, tokens out. Its caller makes text of them."""
 
 from __future__ import annotations
 
@@ -18,29 +18,33 @@ from rewarm.values import (
 
 
 class Sink(Protocol):
-    """Where a request's results go. Called on the engine's thread: return soon, never block."""
+    """Takes the results of a request, on the engine's thread: every method returns soon and never
+    blocks."""
 
     def prefilled(self, done: int, total: int) -> None:
-        """Prompt tokens that are in the caches, and in all. First called when prefill starts."""
+        """Say how many prompt tokens are in the caches, and how many there are. First called when
+        the prefill starts, or the fetch of what it goes on from."""
 
     def token(self, choice: int, sampled: Sampled) -> bool:
-        """One token of an answer, its end-of-text token too. True ends this choice here."""
+        """Take one token of an answer, its end-of-text token too. Returning True ends this
+        choice."""
 
     def ended(self, choice: int, reason: Finish) -> None:
-        """No more tokens for this choice."""
+        """Say that this choice gets no more tokens."""
 
     def done(self, report: Cost) -> None:
-        """Every choice has ended, by itself or by cancel. The last call, unless `failed` is."""
+        """Say that every choice has ended, by itself or by cancel. The last call, unless `failed`
+        is."""
 
     def failed(self, error: Exception) -> None:
-        """The request cannot be answered. The last call."""
+        """Say that the request cannot be answered. The last call."""
 
 
 _numbers = itertools.count(1)
 
 
 class Silent:
-    """For whoever takes the steps himself, and asks nothing of the engine."""
+    """Drops all results."""
 
     def prefilled(self, done: int, total: int) -> None: ...
     def token(self, choice: int, sampled: Sampled) -> bool:
@@ -53,19 +57,19 @@ class Silent:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and what is wanted for it."""
+    """One prompt, and the answers that are wanted."""
 
     tokens: Tokens
     sink: Sink
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     n: int = 1
-    """Answers to the same prompt, which is computed once."""
+    """The number of answers to the prompt, which is computed once."""
     boundaries: Sequence[Boundary] = ()
     marks: Sequence[int] = ()
     """Positions of explicit checkpoints."""
     top_logprobs: int | None = None
-    """How many alternatives to report for each token; None for no logprobs at all."""
+    """The number of alternatives to report for each token; None for no logprobs at all."""
     end_tokens: frozenset[int] = frozenset()
     """Tokens that end the answer with "stop"."""
     opening: tuple[int, ...] = ()
@@ -76,6 +80,6 @@ class Request:
     hint: float = 1.0
     """Above 1: this prompt is likelier than others to be asked for again."""
     name: str = ""
-    """For the log."""
+    """A name for the log."""
     id: int = field(default_factory=lambda: next(_numbers))
     """A number of its own, by which it is cancelled."""

@@ -25,36 +25,37 @@ from .scheduler import Piece
 log = logging.getLogger("rewarm.engine")
 
 CLEAR_AFTER = 2048
-"""Positions computed between two times that MLX gives free buffers back."""
+"""The positions computed between two times that MLX gives free buffers back."""
 
 CUDA_KEEPS = 1 / 8
-"""Of a CUDA GPU's memory that free buffers may take: new ones take longer than what is done with
-them. Where this process needs it for something else, MLX gives them back by itself."""
+"""The share of a CUDA GPU's memory that free buffers may take: making new ones takes longer than
+what is done with them. MLX gives them back by itself where this process needs the memory."""
 
 ONE_PASS, CUDA_ONE_PASS = 32, 256
-"""Tokens of a prompt's last piece with its last token: a pass less for whoever waits, but the model
-computes the logits of all of them."""
+"""The most tokens of a last piece that is computed with the prompt's last token. That saves a pass,
+but the model computes the logits of all of them."""
 
 PACE = 0.01
 """The seconds that a prompt token is taken to need before any was computed."""
 LEAST_TIMED = 64
-"""Tokens of a piece whose time says something about others."""
+"""The fewest tokens of a piece that is timed: shorter ones say little about others."""
 NEWEST = 0.3
 """The share of the newest piece in the pace."""
 
 MOST_ROOM = 4096
-"""Tokens of an answer that a restored cache has room for; a longer one grows by copying."""
+"""The most tokens of an answer that a restored cache has room for; a longer one grows by
+copying."""
 
 
 class Failed(NamedTuple):
-    """A batch that cannot be continued: the sequences that were in it."""
+    """The sequences of a batch that cannot be continued."""
 
     ids: list[int]
     error: Exception
 
 
 class Decoded(NamedTuple):
-    """A step of every batch."""
+    """The outcome of one step of every batch."""
 
     steps: list[Step]
     failed: list[Failed]
@@ -79,11 +80,12 @@ class Runner:
         self.batched = batched
         self.decoder = decoder
         self._shared: list[Decoder] = []
-        """Usually one; more where lengths differ so much that padding would cost more."""
+        """Batches that several sequences share: usually one, and more where lengths differ so much
+        that padding would cost more."""
         self._alone: list[Decoder] = []
-        """Of one sequence each: of models that cannot share, and after a failure."""
+        """Batches of one sequence each: of models that cannot share, and after a failure."""
         self._opened: list[Decoder] = []
-        """Of one running each, about to be shared."""
+        """Batches of one sequence each that are about to be shared."""
         self.prefilled_tokens = 0
         self.warm_tokens = 0
         self.pace = PACE
@@ -98,13 +100,15 @@ class Runner:
             batches.clear()
 
     def bytes_for(self, tokens: int) -> int:
-        """What a running of this length takes while it runs; in a batch, with its padding."""
+        """Estimate the bytes that a sequence of so many tokens takes while it runs, with the
+        padding of a batch."""
         padded = MOST_PADDING if self.batched else 1.0
         return self.costs.fixed + int(self.costs.row * tokens * padded)
 
     def start(self, running: Running) -> int:
-        """Match and restore. Returns the size that its last piece must stay below to go through the
-        prompt's last token, instead of a pass of its own."""
+        """Match a prompt and restore what is known of it.
+
+        Returns the size below which its last piece goes through the prompt's last token, too."""
         running.started = running.started or time.perf_counter()
         request = running.request
         lease = self.cache.acquire(
@@ -146,7 +150,7 @@ class Runner:
                 mx.eval(lease.logits)
             mx.eval([c.state for c in lease.caches])
         except BaseException:
-            lease.caches = []  # some layers have gone on, others not: nobody may store that
+            lease.caches = []  # some layers have gone on, others not: that must not be stored
             raise
         if chunk.size >= LEAST_TIMED:
             pace = (time.perf_counter() - began) / chunk.size
@@ -161,7 +165,7 @@ class Runner:
         self._computed(chunk.size)
 
     def open(self, running: Running) -> Step:
-        """Its first step, alone: what is wrong with it shows here."""
+        """Take the first step of a sequence, alone: an error in it shows here."""
         lease, request = running.leased, running.request
         assert request is not None  # warm-ahead does not decode
         batch = self.decoder(
@@ -187,8 +191,8 @@ class Runner:
         return batch.first()
 
     def join(self) -> list[Failed]:
-        """What was opened goes into batches. All that go into one do so together, since every time
-        the whole batch is copied."""
+        """Put what was opened into batches. All that go into one batch do so together, since every
+        join copies the whole batch."""
         groups = [[batch] for batch in self._shared]
         padded = self.cache.layout.has_rows
         for batch in self._opened:
@@ -210,7 +214,7 @@ class Runner:
         return failed
 
     def decode(self) -> Decoded:
-        """One step of every batch. One that fails is dissolved: it must not be continued."""
+        """Take one step of every batch. One that fails is dissolved: it must not be continued."""
         decoded = Decoded([], [])
         self._computed(1)
         for batch in [*self._shared, *self._alone]:
@@ -222,7 +226,8 @@ class Runner:
         return decoded
 
     def _computed(self, positions: int) -> None:
-        """MLX keeps the buffers it frees. As contexts grow, these are soon of no use."""
+        """Count positions, and have MLX give back the buffers that it keeps. As contexts grow,
+        these are soon too small to be used again."""
         self._since_clearing += positions
         if self._since_clearing >= CLEAR_AFTER:
             self._since_clearing = 0
@@ -236,7 +241,8 @@ class Runner:
             batches[:] = [b for b in batches if gone.isdisjoint(b.ids)]
 
     def leave(self, sequences: Collection[Running], *, keep: bool = True) -> None:
-        """Out of their batches and leases, with all that was computed stored (or not)."""
+        """End the batches and leases of these sequences. What they computed is stored, where
+        `keep`."""
         for running in sequences:
             running.stop_fetching()
             if keep:
@@ -251,7 +257,7 @@ class Runner:
             batches[:] = [b for b in batches if len(b)]
 
     def store_answer(self, running: Running, checkpoint: Kind | None = None) -> None:
-        """What was decoded so far."""
+        """Store what was decoded so far."""
         batch = self._batch_of(running)
         if batch is None or self.cache.reuse == "exact":
             return
@@ -287,7 +293,7 @@ class Runner:
 
 
 def alternatives(logprobs: mx.array, token: int, count: int) -> Sampled:
-    """A token with its logprob, and the likeliest others."""
+    """Give a token with its logprob, and the likeliest others."""
     row = np.asarray(logprobs.astype(mx.float32))
     best = np.argpartition(-row, count - 1)[:count] if 0 < count < len(row) else np.arange(0)
     best = best[np.argsort(-row[best], kind="stable")]

@@ -31,13 +31,13 @@ class Running(Job):
     pace: float | None = None
     """The seconds that a prompt token takes to compute; None where nothing is fetched instead."""
     fetching: Fetch | None = None
-    """What is on its way from lower tiers."""
+    """Its fetch from lower tiers, while it waits for that."""
     unused: int = 0
     """The tokens of its last step that came after the end of its answer."""
     lease: Lease | None = None
     admitted: bool = False
     isolated: bool = False
-    """Its batch failed once: it decodes alone from then on, so that a second failure is its own."""
+    """Set once its batch has failed: it then decodes alone, so that a second failure is its own."""
     ended: Finish | None = None
     started: float | None = None
     first_token: float | None = None

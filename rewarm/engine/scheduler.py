@@ -1,7 +1,7 @@
-"""Who computes next. Pure: what waits and how far it is goes in, a plan comes out.
+"""Decides which job computes next: what waits and how far it is goes in, a plan comes out.
 
-There is no model, no clock and no thread here, so the policy is tested with thousands of simulated
-requests. Time is counted in prompt tokens that were prefilled for anyone.
+It is pure: there is no model, no clock and no thread here, so the policy is tested with thousands
+of simulated requests. Time is counted in prompt tokens that were prefilled for anyone.
 
 A turn is planned in two phases. `preparation` names, one after the other, what must be done before
 the rest can be planned: what the tree gives a prompt decides where its pieces end. Then `plan` says
@@ -27,7 +27,7 @@ MOST_WARM = 64
 """The most warm-ahead that waits; beyond it the oldest is forgotten."""
 
 OVER = -1
-"""The position of a job whose prompt will be done."""
+"""The position, in a plan, of a job that has nothing left to prefill."""
 
 MOST_FETCHING = 4
 """The most prompts that are fetched at once, with those that are fetched and have not started."""
@@ -125,7 +125,7 @@ class Preparation(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is computed in one turn. It is carried out in the order of the fields.
+    """The work of one turn. It is carried out in the order of the fields.
 
     A sequence that failed or ended meanwhile is left out; nothing else depends on the outcome.
     """
@@ -324,7 +324,7 @@ class Scheduler(Generic[J]):
             if job.stage == "prefilling" or (not job.fetch and self._may_start(job)):
                 return job
             if not self._may_start(job):
-                # Nobody new goes before it, or it might never find the room it needs.
+                # No new job goes before it, or it might never find the room it needs.
                 return next((j for j in runnable if j.stage == "prefilling"), None)
         return None
 
@@ -361,7 +361,7 @@ class Scheduler(Generic[J]):
                 self._follow(follower)
 
     def _may_start(self, job: Job) -> bool:
-        """Whether there is room to run one more. Alone, anything may try."""
+        """Say whether there is room to run one more. Alone, anything may try."""
         running = [j for j in self.jobs.values() if j.has_started and not j.warm]
         if not running:
             return True

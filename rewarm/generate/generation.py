@@ -37,7 +37,7 @@ class Delta(Said):
     choice: int
     parts: Sequence[Part] = ()
     sampled: Sequence[Sampled] = ()
-    """Its tokens, if every token or logprobs were asked for."""
+    """The choice's new tokens, if every token or logprobs were asked for."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class PromptRun:
     cost: Cost | None = None
     error: Exception | None = None
     miss: dict[str, Any] | None = None
-    """Why not more of the prompt was reused, in words and figures."""
+    """The reason why not more of the prompt was reused, in words and figures."""
 
     def prefilled(self, done: int, total: int) -> None:
         if self.resumed is None or done != self.position:

@@ -79,7 +79,7 @@ class Generator:
     def end_tokens(self) -> frozenset[int]:
         return frozenset(int(token) for token in self.tokenizer.eos_token_ids)
 
-    # For whoever reads events one by one.
+    # Events, one by one.
 
     def generate(
         self, asked: Chat | Text, options: GenerationOptions | None = None

@@ -1,4 +1,4 @@
-"""What turns the engine's loop until an event is there."""
+"""Pumps: they turn the engine's loop until an event is there."""
 
 from __future__ import annotations
 

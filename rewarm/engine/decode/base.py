@@ -1,4 +1,4 @@
-"""Decoding, as the engine sees it: one step after the other, for sequences that decode together."""
+"""The contract of a decoder: it takes steps for sequences that decode together."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .sampling import Processor, Sampler
 
 @dataclass(frozen=True)
 class Start:
-    """What a sequence begins to decode with. Its caches hold everything but the last token; where
-    the logits are there, which follow it, that as well."""
+    """The state in which a sequence begins to decode. Its caches hold everything but the last
+    token. Where `logits` is given, the caches hold the last token too, and `logits` follows it."""
 
     id: int
     caches: list[Any]
@@ -53,7 +53,7 @@ class Decoder(Protocol):
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens of each sequence when it came."""
+        """The number of tokens that each sequence had when it came."""
 
     def __len__(self) -> int: ...
 
@@ -64,15 +64,18 @@ class Decoder(Protocol):
         """Give every sequence its next token, or its next few, one after the other."""
 
     def is_ahead(self, sequence: int) -> bool:
-        """The last token given is not in the sequence's caches yet."""
+        """Say whether the last token given is not in the sequence's caches yet."""
 
     def caches(self, sequence: int, unused: int = 0) -> list[Any]:
-        """The caches of a sequence, to be read: they stand after the last token that the last step
-        gave it (not where it `is_ahead`), or after the one that came `unused` before that. Called
-        with `unused` only between that step and `remove`."""
+        """Give the caches of a sequence, to be read only.
+
+        They stand after the last token that the last step gave it, or before that token where it
+        `is_ahead`. With `unused`, they stand so many tokens earlier; it is given only between that
+        step and `remove`."""
 
     def join(self, newcomers: Sequence[Any]) -> None:
-        """Take over the sequences of others, which are alone, in one copy of all caches."""
+        """Take over the sequences of other decoders, of one sequence each, in one copy of all
+        caches."""
 
     def remove(self, gone: set[int]) -> None:
         """Forget sequences."""

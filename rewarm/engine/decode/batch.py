@@ -1,4 +1,5 @@
-"""Decoding: what was prefilled alone takes its steps together, by mlx-lm's own batch."""
+"""Plain decoding: sequences that were prefilled alone take their steps together, by mlx-lm's own
+batch."""
 
 from __future__ import annotations
 
@@ -18,16 +19,17 @@ from mlx_lm.sample_utils import greedy_sampler
 from .base import Decoder, Start, Step
 
 NO_LIMIT = 1 << 62
-"""When a sequence ends is ours to say."""
+"""The limit that mlx-lm's batch is given: the engine ends sequences by itself."""
 
 MOST_PADDING = 2.0
+"""The most rows that a batch may hold, as a multiple of those that its sequences have."""
 SPARE_ROWS = 1024
-"""Rows of padding that do not matter."""
+"""The rows of padding for each sequence that do not matter."""
 
 
 class Batch:
-    """Plain decoding: sequences in one `GenerationBatch`. One alone decodes on its own caches, with
-    no copy; they are merged when a second one joins."""
+    """Sequences in one `GenerationBatch`. A single one decodes on its own caches, with no copy;
+    they are merged when a second one joins."""
 
     most: ClassVar[int] = 1
 
@@ -60,7 +62,6 @@ class Batch:
         return list(self._generation.uids)
 
     def join(self, newcomers: Sequence[Batch]) -> None:
-        """Take over the sequences of others, which are alone, in one copy of all caches."""
         mine = self._generation
         caches = [batch._generation.prompt_cache for batch in newcomers]
         if self._merged:
@@ -76,23 +77,21 @@ class Batch:
             self._ahead |= batch._ahead
 
     def first(self) -> Step:
-        """The token that making it gave. By `step` it would come when the next pass is under way,
-        which nobody who waits for a first token should have to wait for."""
+        """Give the token of the first step at once. `step` would give it only when the next pass is
+        under way, and a client that waits for its first token would wait for that too."""
         (sequence,), generation = self.ids, self._generation
         self._ahead.add(sequence)
         return Step(sequence, int(generation._next_tokens), generation._next_logprobs[0])
 
     def step(self) -> list[Step]:
-        """The next token of every sequence. Where it raises, the batch must not be used again."""
         ahead, self._ahead = self._ahead, set()
         return [Step(r.uid, r.token, r.logprobs, r.uid in ahead) for r in self._generation.next()]
 
     def is_ahead(self, sequence: int) -> bool:
-        """Whether the last token given is not in its caches yet."""
         return sequence in self._ahead
 
     def caches(self, sequence: int, unused: int = 0) -> list[Any]:
-        """The caches of a sequence. A step gives one token, so none is ever unused."""
+        """Give the caches of a sequence. A step gives one token, so none is ever unused."""
         if not self._merged:
             return list(self._generation.prompt_cache)
         place = self.ids.index(sequence)
@@ -110,7 +109,7 @@ class Batch:
 
 
 def _extracted(cache: Any, place: int) -> Any:
-    """One sequence's part. mlx-lm stumbles over a cache that the model never used."""
+    """Give one sequence's part. mlx-lm fails on a cache that the model never used."""
     if isinstance(cache, BatchKVCache) and cache.keys is None:
         return KVCache()
     if isinstance(cache, BatchRotatingKVCache) and cache.keys is None:
@@ -119,12 +118,12 @@ def _extracted(cache: Any, place: int) -> Any:
 
 
 def wastes_little(batches: Sequence[Decoder]) -> bool:
-    """Whether these can be one: a batch holds, for everybody, as many rows as its longest sequence
-    has."""
+    """Say whether these can be one batch, which holds as many rows for each of its sequences as the
+    longest one has."""
     lengths = [length for batch in batches for length in batch.lengths]
     return len(lengths) * (max(lengths) - SPARE_ROWS) <= MOST_PADDING * sum(lengths)
 
 
 def merged(sequences: Sequence[list[Any]]) -> list[Any]:
-    """The caches of all sequences, layer by layer."""
+    """Merge the caches of all sequences, layer by layer."""
     return [layer[0].merge(list(layer)) for layer in zip(*sequences, strict=True)]

@@ -1,4 +1,4 @@
-"""What a model needs to decode in batches, and whether it can."""
+"""Finds out whether a model decodes right in a batch, and how many bytes a sequence takes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .batch import merged
 
 CHECK_LENGTHS = (5, 9)
 FAR_LENGTHS = (1203, 2381)
-"""For models that choose the keys they attend to: with padding before them, in blocks that lie
-elsewhere. It shows only where there is something to choose from."""
+"""The lengths for models that choose the keys they attend to. Padding moves the blocks that they
+choose from, which shows only where there are several."""
 CHECK_STEPS = 4
 TOLERANCE, MOST_TOLERANCE = 0.05, 0.15
-"""Of the largest logit: what any model may differ by, and one that rounds much. The least that a
-wrong mask or padding was seen to do is 0.17."""
+"""The difference that any model may have, and one that rounds much, as a share of the largest
+logit. The smallest difference seen of a wrong mask or padding is 0.17."""
 
 
 def merges(cache: Any) -> bool:
-    """Whether mlx-lm can batch a cache of this kind without losing anything.
+    """Say whether mlx-lm can batch a cache of this kind without losing anything.
 
     A ring that keeps its first rows merges, and drops them; quantised, chunked and concatenating
     caches do not merge at all.
@@ -46,7 +46,7 @@ def merges(cache: Any) -> bool:
 
 
 def decodes_in_batches(model: Any, blank: MakeCaches, vocabulary: int) -> bool:
-    """Whether two sequences decoded together get the logits that each gets alone."""
+    """Say whether two sequences decoded together get the logits that each gets alone."""
     caches = blank()
     if not all(merges(c) for c in caches):
         return False
@@ -74,28 +74,29 @@ def _decodes_in_batches(
             inputs = [[row[length + i]] for row, length in zip(tokens, lengths, strict=True)]
             together.append(model(mx.array(np.array(inputs)), cache=batch))
     except (TypeError, ValueError):
-        return False  # it wants one position for all, as dynamic NTK does
+        return False  # it takes one position for all sequences, as dynamic NTK does
     expected = mx.stack(alone)
-    # Sums in another order round otherwise, and how far that goes depends on model and device. It
-    # shows in a sequence that is alone, too, where it takes its steps at once.
+    # Sums in another order round differently, and by how much depends on model and device. The same
+    # rounding shows where one sequence takes its steps at once.
     rounding = _apart(mx.stack(at_once), expected)
     tolerance = min(max(TOLERANCE, 2 * rounding), MOST_TOLERANCE)
     return _apart(mx.concatenate(together, axis=1), expected) <= tolerance
 
 
 def _apart(logits: mx.array, expected: mx.array) -> float:
-    """The largest distance, of the largest logit."""
+    """Give the largest distance as a share of the largest logit."""
     logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
     return float(mx.abs(logits - expected).max() / mx.abs(expected).max())
 
 
 def _chooses_keys(cache: Any) -> bool:
-    """Whether a layer keeps keys for an index beside those it attends to."""
+    """Say whether a layer keeps keys for an index beside those it attends to."""
     return isinstance(cache, CacheList) and all(type(c) is KVCache for c in cache.caches)
 
 
 class Costs(NamedTuple):
-    """Bytes that a running sequence takes: for each token, and however long it is."""
+    """The bytes that a running sequence takes: `row` for each token, and `fixed` whatever its
+    length."""
 
     row: int
     fixed: int

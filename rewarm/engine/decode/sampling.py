@@ -1,4 +1,4 @@
-"""From a request's sampling values to mlx-lm's samplers and logits processors."""
+"""Makes mlx-lm's samplers and logits processors from a request's values."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 REPETITION_CONTEXT = 64
-"""Tokens that a repetition penalty looks back on."""
+"""The number of tokens that a repetition penalty looks back on."""
 
 MOST_BIAS = 1000
-"""Beyond what half a float16 can hold, a bias would make every logit NaN."""
+"""The largest bias. One near the limit of float16 would make every logit NaN."""
 
 ALL = 1 << 30
+"""A number of tokens that no context has."""
 
 
 def checked(sampling: Sampling, vocabulary: int) -> None:
-    """Raise for a value that would fail, or mean nothing, inside a step: by then it is too late."""
+    """Raise for a value that would fail, or mean nothing, inside a step."""
     s = sampling
     limits: tuple[tuple[str, float, float, float], ...] = (
         ("temperature", s.temperature, 0, 100),
@@ -63,7 +64,7 @@ def checked(sampling: Sampling, vocabulary: int) -> None:
 
 
 def make_sampler(sampling: Sampling, choice: int, generated: int, vocabulary: int) -> Sampler:
-    """The choice of each token. `generated` tokens were chosen before, in an earlier batch. A
+    """Make what chooses each token. `generated` tokens were chosen before, in an earlier batch. A
     request's seed was drawn when it was posted.
 
     Greedy requests share one function: mlx-lm then samples the whole batch in one call.
@@ -74,7 +75,7 @@ def make_sampler(sampling: Sampling, choice: int, generated: int, vocabulary: in
 
 
 def make_processors(request: Request) -> list[Processor]:
-    """What changes the logits before a token is chosen."""
+    """Make what changes the logits before a token is chosen."""
     s, prompt = request.sampling, len(request.tokens)
     processors: list[Processor] = []
     if s.logit_bias:
@@ -119,8 +120,8 @@ class _Seeded:
         return mx.random.categorical(best, key=key)
 
 
-# mlx-lm has these three as well, but has MLX compile them anew for every value that is asked for:
-# for about a second on a CPU, in which nobody gets a token.
+# mlx-lm has these three as well, but MLX compiles those anew for every value that is asked for.
+# On a CPU that takes about a second, in which no request gets a token.
 
 
 def top_p(logprobs: mx.array, p: float) -> mx.array:
@@ -148,9 +149,9 @@ def top_k(logprobs: mx.array, k: int) -> mx.array:
 
 
 def _opening(request: Request) -> Processor:
-    """Forces the tokens that an answer must have after its thinking.
+    """Force the tokens that an answer must have after its thinking.
 
-    In arrays only: when a step is built, the token before it is not known yet.
+    It computes with arrays only: when a step is built, the token before it is not known yet.
     """
     prompt, after, opening = len(request.tokens), request.opens_after, request.opening
 
@@ -171,7 +172,7 @@ def _opening(request: Request) -> Processor:
 
 
 def _mixed(seed: int, n: int) -> int:
-    """A well spread 64-bit number from two (the finaliser of splitmix64)."""
+    """Mix two numbers into one of 64 well spread bits (the finaliser of splitmix64)."""
     mask = (1 << 64) - 1
     x = (seed + (n + 1) * 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask

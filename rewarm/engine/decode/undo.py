@@ -1,4 +1,4 @@
-"""Taking back what was appended to a prompt cache.
+"""Takes back what was appended to a prompt cache.
 
 Arrays of MLX are values: where a layer replaces its arrays, as recurrent layers do, the old ones
 are still what they were. Two things change in place:
@@ -20,7 +20,7 @@ ROWS = ("keys", "values")
 
 
 class Before:
-    """A running prompt cache, of one sequence or a batch, as it stands now.
+    """The state of a running prompt cache, of one sequence or a batch, at this moment.
 
     It remembers everything that `tokens` more tokens could change, appended at once or one by one.
     All sequences of a batch go back equally far: their rows lie side by side.
@@ -30,8 +30,8 @@ class Before:
         self._caches = [_Layer(cache, tokens) for cache in caches]
 
     def restored(self) -> list[Any]:
-        """Caches that stand where these stood. They share arrays with those that went on: only one
-        of both may go on from here, and the other one may be read."""
+        """Give caches that stand where these stood. They share arrays with those that went on: only
+        one of both may go on from here, and the other one may be read."""
         return [layer.restored() for layer in self._caches]
 
 
@@ -43,7 +43,7 @@ class _Layer:
             self._inner = [_Layer(each, tokens) for each in cache.caches]
             return
         self._values = {
-            # Room at the end is written in place, and copying it would be for nothing.
+            # Only the room at their end is written in place: they need no copy.
             name: value if name in ROWS else _held(value)
             for name, value in vars(cache).items()
         }
@@ -68,8 +68,8 @@ class _Layer:
 
 
 def _about_to_go(cache: Any, tokens: int) -> list[tuple[int, int]]:
-    """The rows of a ring that so many single steps would overwrite in place. A ring that is longer
-    or shorter than its window, and a pass over several tokens, make a new one first."""
+    """Give the rows of a ring that so many single steps would overwrite in place. A ring that is
+    longer or shorter than its window, and a pass over several tokens, make a new array first."""
     length, place = cache.keys.shape[2], cache._idx
     if length != cache.max_size:
         return []
@@ -80,7 +80,7 @@ def _about_to_go(cache: Any, tokens: int) -> list[tuple[int, int]]:
 
 
 def _held(value: Any) -> Any:
-    """The same value in objects of our own: others may be changed in place."""
+    """Copy a value's containers and array handles: the cache may change its own in place."""
     if isinstance(value, mx.array):
         return value[...]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Why not more of a prompt was reused, or would be, and what the client may change."""
+"""Explains why not more of a prompt was reused, or would be, and what the client may change."""
 
 from __future__ import annotations
 

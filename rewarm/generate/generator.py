@@ -88,7 +88,7 @@ class Generator:
         return self.events(self.start(asked, options))
 
     def start(self, asked: Chat | Text, options: GenerationOptions | None = None) -> Reading:
-        """Have something answered; `events` gives what comes of it."""
+        """Have something answered; `events` gives its events."""
         generation = Reading(asked, options or GenerationOptions(stream=True))
         self.prepare(generation, generation.events.put)
         self.submit(generation)
@@ -112,10 +112,10 @@ class Generator:
                 if (event := self.pump.next(generation.events)) is not None:
                     generation.take(event)
 
-    # The steps. The first takes a while; none of them waits for the engine.
+    # Steps of an answer. The first takes a while; none of them waits for the engine.
 
     def prepare(self, generation: Generation, emit: Emit) -> None:
-        """Make the prompts, and all that takes their answers apart. Events go to `emit`."""
+        """Make the prompts, and what makes text of their answers. Events go to `emit`."""
         asked, options = generation.asked, generation.options
         chat = generation.chat
         if chat is not None and chat.must_call and not self.tokenizer.has_tool_calling:
@@ -171,8 +171,8 @@ class Generator:
             log.debug("no warm-ahead for this answer", exc_info=True)
 
     def ahead(self, generation: Generation, run: PromptRun) -> Prompt | None:
-        """The beginning of the next turn's prompt, where an answer has ended by itself or with a
-        tool call."""
+        """Render the beginning of the next turn's prompt, where an answer has ended by itself or
+        with a tool call."""
         chat, choice = generation.chat, run.choices[0]
         if chat is None or len(run.choices) > 1 or run.error is not None:
             return None
@@ -226,8 +226,8 @@ class Generator:
 
     def _request(self, run: PromptRun, chat: Chat | None) -> Request:
         prompt, options = run.prompt, run.options
-        # What the prompt leaves of the context; a prompt that leaves nothing is the engine's to
-        # refuse.
+        # The tokens that the prompt leaves of the context. Where it leaves none, the engine
+        # refuses it.
         left = max(1, self.core.context - len(prompt.tokens))
         must_call = chat is not None and chat.must_call
         return Request(
@@ -247,7 +247,7 @@ class Generator:
         )
 
     def _end_of_thinking(self, prompt: Prompt) -> tuple[int, ...]:
-        """The tokens that end the thinking, where the prompt leaves it open."""
+        """Give the tokens that end the thinking, where the prompt leaves it open."""
         if not self.tokenizer.has_thinking:
             return ()
         tokens = prompt.tokens[prompt.generation :].tolist()

@@ -1,7 +1,7 @@
-"""Known ways in which clients break prompt caches, told from two chats.
+"""Knows the ways in which clients break prompt caches, and finds them by comparing two chats.
 
-Each pattern proposes the chat as it would be without it. How much that would save is for whoever
-can render it to say: a pattern that saves nothing is none."""
+Each pattern proposes the chat as it would be without it. The caller renders that chat to find how
+many tokens it saves, and drops a pattern that saves none."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ IDS = re.compile(
     r"|\b\d{6,}\b"
 )
 SHOWN = 60
+"""The characters that are shown of each side."""
 LEAST_OVERLAP = 2
-"""Messages that must go on as before for a history to count as trimmed at the front."""
+"""The messages that must go on as before for a history to count as trimmed at the front."""
 ALIKE = 64
-"""Characters that two system prompts must share beyond their difference."""
+"""The characters that two system prompts must share after their difference."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Proposal(NamedTuple):
 
 
 def proposals(now: ChatRecord, before: ChatRecord) -> Iterator[Proposal]:
-    """One for each pattern that the two chats show."""
+    """Give a proposal for each pattern that the two chats show."""
     for pattern in PATTERNS:
         change = pattern.look(now, before)
         if change is not None:
@@ -107,7 +108,7 @@ def _tools_order(now: ChatRecord, before: ChatRecord) -> Change | None:
 
 
 def _json_keys(now: ChatRecord, before: ChatRecord) -> Change | None:
-    """In tools, in the arguments of calls, and in messages that are JSON as a whole."""
+    """Compare tools, the arguments of calls, and messages that are JSON as a whole."""
     tools = [_in_order_of(a, b) for a, b in zip(now.tools, before.tools, strict=False)]
     tools += now.tools[len(tools) :]
     messages = []
@@ -132,7 +133,7 @@ def _json_keys(now: ChatRecord, before: ChatRecord) -> Change | None:
 
 
 Changed = tuple[Message, str, str]
-"""A message without the pattern, and what the other chat has and this one has instead."""
+"""A message without the pattern, what the earlier chat has there, and what this one has instead."""
 
 
 def _message_by_message(
@@ -175,7 +176,7 @@ def _without_thinking(message: Message, other: Message) -> Changed | None:
 
 
 def _trimmed(now: ChatRecord, before: ChatRecord) -> Change | None:
-    """The history after the system prompt has lost its beginning."""
+    """Find a history that has lost its beginning after the system prompt."""
     begin = next((i for i, m in enumerate(now.messages) if not is_system(m)), len(now.messages))
     kept, whole = list(now.messages[begin:]), list(before.messages[begin:])
     if not kept or (whole and same(kept[0], whole[0])):
@@ -267,7 +268,7 @@ PATTERNS = (
 
 
 def same(a: Message, b: Message) -> bool:
-    """Two messages say the same. Ids of calls are the client's own."""
+    """Say whether two messages are the same but for the ids of their calls."""
     return _said(a) == _said(b)
 
 
@@ -279,8 +280,9 @@ def _said(message: Message) -> tuple[Any, ...]:
 def _with_values_of(
     expression: re.Pattern[str], text: str, other: str
 ) -> tuple[str, tuple[str, str] | None]:
-    """A text with each value that differs from the other text's in the same place replaced by
-    that, and the first such pair."""
+    """Replace each value of a text that differs from the value in the same place of the other text.
+
+    Returns the new text, and the first such pair."""
     theirs = [m.group() for m in expression.finditer(other)]
     first: tuple[str, str] | None = None
     parts: list[str] = []
@@ -294,7 +296,7 @@ def _with_values_of(
 
 
 def _in_order_of(value: Any, other: Any) -> Any:
-    """A value with the keys of its objects in another's order; what only one has comes last."""
+    """Put the keys of a value's objects in another's order; keys that only one has come last."""
     if isinstance(value, dict) and isinstance(other, dict):
         keys = [k for k in other if k in value] + [k for k in value if k not in other]
         return {k: _in_order_of(value[k], other.get(k)) for k in keys}
@@ -354,7 +356,7 @@ def _common_end(a: str, b: str) -> int:
 
 
 def _apart(a: str, b: str) -> tuple[str, str]:
-    """Two texts from where they part, with a little of what stands before."""
+    """Cut two texts to the place where they part, with a little of what stands before."""
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
     begin = max(0, at - 12)
     return a[begin : begin + SHOWN], b[begin : begin + SHOWN]

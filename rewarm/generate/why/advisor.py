@@ -21,7 +21,7 @@ from .miss import described
 from .recent import RecentChat, RecentChats
 
 LEAST = 16
-"""Tokens that a pattern must cost to be worth a word."""
+"""The tokens that a pattern must cost to be mentioned."""
 
 
 class OnePrompt(InvalidOption):
@@ -41,7 +41,7 @@ class Advisor:
     def described(
         self, miss: Miss, prompt: Prompt, chat: Chat | None, salt: str | None
     ) -> dict[str, Any]:
-        """A miss in words and figures."""
+        """Put a miss in words and figures."""
         if miss.reason == "cold":
             held = self.generator.core.cache.foreign(prompt.tokens, salt)
             if held > miss.shared:
@@ -99,7 +99,7 @@ class Advisor:
     def _advice(
         self, chat: Chat, salt: str | None, before: RecentChat, prompt: Prompt
     ) -> list[dict[str, Any]]:
-        """Patterns one after the other: what one of them hides comes to light once it is gone."""
+        """Take patterns out one after the other: one may hide another."""
         record = ChatRecord(chat.messages, chat.tools or ())
         found: list[dict[str, Any]] = []
         cost = self._computed(prompt, salt, before)
@@ -122,7 +122,8 @@ class Advisor:
                 return found
 
     def _computed(self, prompt: Prompt, salt: str | None, before: RecentChat) -> int:
-        """Tokens that nothing stored, and nothing asked before, has in common with a prompt."""
+        """Count the tokens that neither the cache nor the earlier prompt has in common with a
+        prompt."""
         path = PromptPath(prompt.tokens, prompt.boundaries, salt)
         match = self.generator.core.match(path).result()
         return len(prompt.tokens) - max(match.shared, common_tokens(before.tokens, prompt.tokens))

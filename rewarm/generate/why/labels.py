@@ -1,8 +1,8 @@
-"""Which message a span of tokens is: its role and its first words.
+"""Labels a span of tokens with the message that it is: its role and its first words.
 
-What a template writes before each role's text is learned by rendering a few chats, and then looked
-for in the tokens. No template's markers are known here; where they cannot be learned, or do not
-survive the tokenizer, spans have words and no role."""
+A *head* is what a template writes before a role's text. Heads are learned by rendering a few chats,
+and then looked for in the tokens. No template's markers are known here; where they cannot be
+learned, or do not survive the tokenizer, spans have words and no role."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rewarm.values import Message
 log = logging.getLogger("rewarm")
 
 WORDS = 40
-"""Tokens that are decoded for a label."""
+"""The tokens that are decoded for a label."""
 LONGEST = 90
-"""Characters of a label."""
+"""The most characters of a label."""
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "qj", "arguments": {}}}
 
@@ -35,7 +35,7 @@ class MessageStart(NamedTuple):
 
     text: int
     head: int
-    """The begin of what stands before the text; below 0: in the span before."""
+    """The begin of its head; below 0 where that is in the span before."""
     role: str
 
 
@@ -44,7 +44,7 @@ class Label:
     role: str | None
     text: str
     messages: int
-    """The number of messages that begin in it; 0: it is a part of one that began before."""
+    """The number of messages that begin in it; 0 for a part of one that began before."""
 
 
 class Labels:
@@ -53,7 +53,7 @@ class Labels:
 
     @cached_property
     def heads(self) -> dict[str, bytes]:
-        """The keys of what stands before each role's text."""
+        """The tokens of each role's head."""
         try:
             found = self._learned()
         except Exception:
@@ -64,19 +64,19 @@ class Labels:
 
     @cached_property
     def _markers(self) -> list[str]:
-        """Neither words nor special tokens: cut characters, and the edges of thinking."""
+        """Texts that a label leaves out: cut characters, and the edges of thinking."""
         tokenizer = self.renderer.tokenizer
         edges = [tokenizer.think_start, tokenizer.think_end] if tokenizer.has_thinking else []
         return ["\ufffd", *filter(None, edges)]
 
     @cached_property
     def longest(self) -> int:
-        """Bytes of the longest head."""
+        """The bytes of the longest head."""
         return max(map(len, self.heads.values()), default=0)
 
     def starts(self, key: bytes, before: bytes = b"") -> list[MessageStart]:
-        """The messages that begin in a span. `before` is what it goes on with: a head may lie
-        there, because all that can follow a message may begin with it."""
+        """Find the messages that begin in a span. `before` is the end of the span that it follows:
+        a head may lie there, where all that can follow a message begins with it."""
         found: dict[int, MessageStart] = {}
         shift = len(before) // WIDTH
         for role, head in self.heads.items():
@@ -89,7 +89,7 @@ class Labels:
         return sorted(m for m in found.values() if 0 <= m.text <= len(key) // WIDTH)
 
     def label(self, key: bytes, starts: list[MessageStart], before: str | None) -> Label:
-        """`before`: the role of the message that the span goes on with."""
+        """Label a span. `before` is the role of the message that it goes on with."""
         end = len(key) // WIDTH
         heads = [start.head for start in starts] + [end]
         begun = [start for start in starts if start.text < end]
@@ -115,7 +115,7 @@ class Labels:
         return encode(np.asarray(tokens, dtype=np.int32))
 
     def _learned(self) -> dict[str, str]:
-        """The texts before messages of each role."""
+        """Render chats, and find the texts before messages of each role."""
         heads: dict[str, str] = {}
         users = [
             self._before([_said("user")], 0),
@@ -146,7 +146,7 @@ class Labels:
         return first if text.startswith(first) else ""
 
     def _before(self, chat: list[Message], index: int) -> str | None:
-        """The text between a message's and the one's before it."""
+        """Give the text between a message's content and the content before it."""
         try:
             prompt = self.renderer.render(chat)
         except RewarmError:

@@ -1,4 +1,4 @@
-"""A miss in words and figures: what `rewarm.miss` says."""
+"""Puts a miss in words and figures, as a reply's `rewarm.miss` says it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rewarm.values import Miss, Reason, Tokens
 from .place import Location, locate
 
 AROUND = 24
-"""Tokens that are shown on each side of a difference."""
+"""The tokens that are shown on each side of a difference."""
 SHOWN = 60
-"""Characters of them."""
+"""The most characters that are shown of them."""
 
 WHY = {
     "never_taken": "no checkpoint was taken between them",
@@ -25,7 +25,7 @@ WHY = {
 def described(
     miss: Miss, prompt: Prompt, tokenizer: Any, chat: Chat | None = None
 ) -> dict[str, Any]:
-    """A miss as a reply tells it; `chat` is None for plain text."""
+    """Give a miss as a reply tells it; `chat` is None for plain text."""
     size = len(prompt.tokens)
     body: dict[str, Any] = {
         "reason": miss.reason,
@@ -64,7 +64,7 @@ def _difference(miss: Miss, prompt: Prompt, tokenizer: Any, chat: Chat | None) -
 
 
 def _thinking(tokenizer: Any, place: Location, stored: str, sent: str) -> Location:
-    """The location of a difference: the thinking, if only one of the two sides begins to think."""
+    """Move a difference into the thinking, if only one of the two sides begins to think."""
     mark = getattr(tokenizer, "think_start", None)
     if not mark or place.role not in ("assistant", None):
         return place
@@ -77,7 +77,7 @@ def _thinking(tokenizer: Any, place: Location, stored: str, sent: str) -> Locati
 
 
 def _words(tokenizer: Any, tokens: Tokens, *, end: bool = False) -> str:
-    """The text of tokens, without the ends of characters that were cut."""
+    """Decode tokens, without the ends of characters that were cut."""
     text = str(tokenizer.decode(tokens.tolist())).strip("\ufffd") if len(tokens) else ""
     return text[-SHOWN:] if end else text[:SHOWN]
 

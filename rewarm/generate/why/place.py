@@ -1,4 +1,4 @@
-"""The message, and the part of it, that a token position of a prompt lies in."""
+"""Finds the message, and the part of it, that a token position of a prompt lies in."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ Field = Literal[
     "content", "reasoning_content", "tool_calls", "tools", "role", "template", "generation"
 ]
 SPARE = 8
+"""The tokens that are read beyond a message's end."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """A part of a chat. `message` is None for what belongs to none: tools, the template's own
-    words, and where the answer begins."""
+    """A part of a chat. `message` is None for what belongs to no message: tools, the template's own
+    words, and the place where the answer begins."""
 
     field: Field
     message: int | None = None
     role: str | None = None
 
 
-class _Piece(NamedTuple):
+class _Occurrence(NamedTuple):
     start: int
     stop: int
     place: Location
@@ -40,8 +41,10 @@ def locate(
     tools: Sequence[Any] | None,
     position: int,
 ) -> Location:
-    """`chat` is normalised, as it was rendered. Between the two nearest message ends the texts of
-    the messages are looked for in what the tokens say."""
+    """Look for the texts of the messages in the prompt's text, between the two nearest message
+    ends.
+
+    `chat` is normalised, as it was rendered."""
     if position >= prompt.generation and prompt.generation:
         return Location("generation", role="assistant")
     # Not always in the order of the messages: a template may move the system prompt.
@@ -63,7 +66,7 @@ def locate(
     return _nearest(sorted(pieces), at, first)
 
 
-def _nearest(pieces: Sequence[_Piece], at: int, first: int) -> Location:
+def _nearest(pieces: Sequence[_Occurrence], at: int, first: int) -> Location:
     inside = [p for p in pieces if p.start <= at < p.stop]
     if inside:
         return max(inside).place
@@ -81,8 +84,8 @@ def _nearest(pieces: Sequence[_Piece], at: int, first: int) -> Location:
 
 def _messages(
     text: str, chat: Sequence[Message], past: int, coming: Sequence[int]
-) -> Iterator[_Piece]:
-    """The parts of the coming messages, and the calls that follow the text of the past one."""
+) -> Iterator[_Occurrence]:
+    """Find the parts of the coming messages, and the calls that follow the text of the past one."""
     cursor = 0
     for i in ([past] if past >= 0 else []) + list(coming):
         message = chat[i]
@@ -95,23 +98,24 @@ def _messages(
                 start = text.find(words, cursor) if words else -1
                 if start >= 0:
                     cursor = start + len(words)
-                    yield _Piece(start, cursor, Location(field, i, role))
+                    yield _Occurrence(start, cursor, Location(field, i, role))
         for call in message.get("tool_calls") or ():
             start, stop = _extent(text, cursor, _words_of(call.get("function")))
             if stop > start:
                 cursor = stop
-                yield _Piece(start, stop, Location("tool_calls", i, role))
+                yield _Occurrence(start, stop, Location("tool_calls", i, role))
 
 
-def _tools(text: str, tools: Sequence[Any]) -> Iterator[_Piece]:
+def _tools(text: str, tools: Sequence[Any]) -> Iterator[_Occurrence]:
     for tool in tools:
         start, stop = _extent(text, 0, _words_of(tool))
         if stop > start:
-            yield _Piece(start, stop, Location("tools"))
+            yield _Occurrence(start, stop, Location("tools"))
 
 
 def _extent(text: str, cursor: int, words: list[str]) -> tuple[int, int]:
-    """From the first of the words to the end of the last, as far as they are found in order."""
+    """Give the span from the first of the words to the end of the last, as far as they are found in
+    order."""
     start = stop = -1
     for word in words:
         found = text.find(word, max(cursor, start))
@@ -122,7 +126,7 @@ def _extent(text: str, cursor: int, words: list[str]) -> tuple[int, int]:
 
 
 def _words_of(value: Any) -> list[str]:
-    """The names and texts in a value, as JSON writes them."""
+    """List the names and texts in a value, as JSON writes them."""
     if isinstance(value, Mapping):
         return [word for k, v in value.items() for word in (str(k), *_words_of(v))]
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The last chats of each tenant, to compare new ones with. Bounded in number and in size."""
+"""Keeps the last chats of each tenant, to compare new ones with. Bounded in number and in size."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rewarm.values import Message, Tokens
 from .advice import ChatRecord
 
 MOST = 256
+"""The most chats that are kept."""
 MOST_TOKENS = 2_000_000
-"""A limit for all prompts together; their texts take a few bytes a token."""
+"""The most tokens of all their prompts; their texts take a few bytes a token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class RecentChat:
     at: float = field(default_factory=time.time)
 
     def overlap(self, messages: Sequence[Message]) -> int:
-        """Characters of messages that both have, wherever they stand."""
+        """Count the characters of messages that both have, wherever they stand."""
         own = {(m["role"], m["content"]) for m in self.record.messages}
         return sum(len(m["content"]) for m in messages if (m["role"], m["content"]) in own)
 
@@ -58,7 +59,7 @@ class RecentChats:
     def nearest(
         self, salt: str | None, messages: Sequence[Message], tokens: Tokens
     ) -> RecentChat | None:
-        """The earlier chat of the same tenant that has most in common with this one."""
+        """Find the earlier chat of the same tenant that has most in common with this one."""
         with self._lock:
             own = [chat for chat in self._chats if chat.salt == salt]
         return max(

@@ -21,9 +21,8 @@ from rewarm.engine.core import STREAM
 from rewarm.engine.decode.sampling import checked
 from rewarm.errors import InvalidOption, InvalidPrompt
 from rewarm.generate.generation import Delta, Event, Prefilled, PromptFailed, Reading
-from rewarm.generate.generator import Generator
+from rewarm.generate.generator import CallerPump, Generator
 from rewarm.generate.options import GenerationOptions
-from rewarm.generate.pump import CallerPump
 from rewarm.options import EngineOptions
 from rewarm.prompt.chat import Chat, Text, chat_of
 from rewarm.prompt.render.renderer import ChatRenderer

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Generator as Events
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 from rewarm.cache.model import checked_tokens
 from rewarm.engine import Core, Engine, PromptPath, Request
@@ -21,9 +22,48 @@ from rewarm.prompt.render.renderer import ChatRenderer, Prompt
 
 from .generation import Choice, Emit, Event, Generation, PromptRun, Reading
 from .options import GenerationOptions
-from .pump import Pump, ThreadPump
 
 log = logging.getLogger("rewarm")
+
+
+class Pump(Protocol):
+    def next(self, events: SimpleQueue[Event]) -> Event | None:
+        """Wait for the next event, on the reader's thread; None where it may take longer yet."""
+
+
+class ThreadPump:
+    """The engine has a thread of its own."""
+
+    def next(self, events: SimpleQueue[Event]) -> Event:
+        return events.get()
+
+
+class CallerPump:
+    """The reader's own thread turns the engine.
+
+    What interrupts a turn ends all that runs, and is raised to the reader.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    def next(self, events: SimpleQueue[Event]) -> Event | None:
+        if events.empty():
+            self.turn()
+        return None if events.empty() else events.get()
+
+    def warm_up(self) -> None:
+        """Turn until all that was asked for ahead is computed."""
+        while self.core.stats().warm_waiting:
+            self.turn()
+
+    def turn(self) -> None:
+        self.core.wait()  # what lies below memory may still be on its way
+        try:
+            self.core.turn()
+        except BaseException as error:
+            self.core.recover(error, keep=False)
+            raise
 
 
 class NoToolCalls(InvalidOption):

@@ -14,9 +14,8 @@ from rewarm import PrefixCache
 from rewarm.engine import Core, EngineParts
 from rewarm.errors import InvalidOption
 from rewarm.generate.generation import Delta, Ended, Event, Prefilled, PromptDone
-from rewarm.generate.generator import Generator
+from rewarm.generate.generator import CallerPump, Generator
 from rewarm.generate.options import GenerationOptions
-from rewarm.generate.pump import CallerPump
 from rewarm.options import EngineOptions
 from rewarm.prompt.chat import Chat, Text
 from tests.engines import ScriptedEngine, started_engine

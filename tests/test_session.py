@@ -288,6 +288,21 @@ def test_an_interrupted_step_stores_nothing_of_the_answer(
     assert session.generate(longer, max_tokens=4).tokens == cold.tokens
 
 
+def test_an_interrupt_before_a_prompt_is_queued_ends_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = session_of()
+
+    def interrupted(*asked: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session.cache, "match", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.generate(list(range(1, 50)), max_tokens=2)
+    assert session.generate(list(range(1, 50)), max_tokens=2).usage.prefilled_tokens == 49
+
+
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError])
 def test_an_interrupted_chunk_leaves_only_what_was_whole(
     failure: type[BaseException], monkeypatch: pytest.MonkeyPatch

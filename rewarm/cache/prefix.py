@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -48,11 +49,12 @@ class PrefixCache(CacheCore):
         salt: str | None = None,
         boundaries: Sequence[Boundary] = (),
         *,
-        tiers: bool = True,
+        tiers: bool | Sequence[Answer] = True,
     ) -> Match:
         """Say how much of a prompt could be reused now. Changes nothing.
 
-        It waits for the answers of lower tiers, unless `tiers` is false. The lock is not held."""
+        It waits for the answers of lower tiers, without the lock, unless `tiers` is false, or has
+        what `ask_tiers` gave."""
         query, tree, answers = self._looked_for(tokens, salt, boundaries, tiers)
         with self._entered():
             return match_with(tree, query, answers)
@@ -64,7 +66,7 @@ class PrefixCache(CacheCore):
         boundaries: Sequence[Boundary] = (),
         *,
         other_salts: Sequence[str] = (),
-        tiers: bool = True,
+        tiers: bool | Sequence[Answer] = True,
     ) -> Missed:
         """Say how much of a prompt could be reused now, and why not more: as `match` does.
 
@@ -74,6 +76,13 @@ class PrefixCache(CacheCore):
             match = match_with(tree, query, answers)
             below = max((a.found for a in answers), key=lambda f: f.shared, default=None)
             return Missed(match, self._why(match, tree, query, below, other_salts))
+
+    def ask_tiers(
+        self, tokens: TokenIds, salt: str | None = None, boundaries: Sequence[Boundary] = ()
+    ) -> Sequence[Answer]:
+        """Ask lower tiers what they have of a prompt that memory has not. It waits for them, for a
+        caller of `match` or `miss` that must not wait."""
+        return self._looked_for(tokens, salt, boundaries, True)[2] if self.tiers else ()
 
     def foreign(self, tokens: TokenIds, salt: str | None = None) -> int:
         """The number of tokens of a prompt that lower tiers have of other models, or in another
@@ -292,17 +301,19 @@ class PrefixCache(CacheCore):
                 return self._lower.hand_over(durable)
         return self._lower.flush(self._entered, durable)
 
-    def clear(self, *, give_back: bool = True) -> None:
+    def clear(self, *, give_back: bool = True, wait: bool = True) -> Sequence[Future[None]]:
         """Forget everything, in lower tiers too. Running requests go on, and store nothing more.
 
-        Its memory goes back to the system; without `give_back` it stays for what comes next."""
+        Its memory goes back to the system; without `give_back` it stays for what comes next.
+        Returns the ends of what lower tiers delete; without `wait` it is still under way."""
         with self._entered():
             self.memory.forget()
             forgotten = self._lower.forget()
-        for each in forgotten:
+        for each in forgotten if wait else ():
             each.result()
         if give_back:
             heap.give_back()
+        return forgotten
 
     def close(self) -> None:
         """Flush, and free everything. Lower tiers keep what they have for the next process."""
@@ -318,15 +329,21 @@ class PrefixCache(CacheCore):
             self._lower.close()
 
     def _looked_for(
-        self, tokens: TokenIds, salt: str | None, boundaries: Sequence[Boundary], tiers: bool
-    ) -> tuple[Query, Tree, list[Answer]]:
+        self,
+        tokens: TokenIds,
+        salt: str | None,
+        boundaries: Sequence[Boundary],
+        tiers: bool | Sequence[Answer],
+    ) -> tuple[Query, Tree, Sequence[Answer]]:
         """Look for a prompt without a trace: the query, memory's tree, the tiers' answers."""
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
             query = self._query(prompt, salt, boundaries)
             tree = self.memory.tree(query.namespace, keep=False)
-            tiers &= find(tree, query).at < query.length - 1
-        return query, tree, self._lower.ask(query) if tiers else []
+            below = find(tree, query).at < query.length - 1
+        if tiers is True:
+            tiers = self._lower.ask(query) if below else ()
+        return query, tree, tiers or ()
 
     def _with_fetched(
         self, fetch: Fetch, before: ResumePoint, tree: Tree, query: Query

@@ -19,6 +19,7 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.identity import evaluate
 from rewarm.cache.memory import auto_size
 from rewarm.cache.model import checked_tokens, context_size, vocabulary_size
+from rewarm.cache.tiers.lower import Answer
 from rewarm.cache.views.miss import Missed
 from rewarm.errors import CannotLoad, ContextExceeded, InvalidOption, NotReady, QueueFull
 from rewarm.options import EngineOptions, parse_size
@@ -185,15 +186,19 @@ class Core:
             self._inbox.post(MarkIdle(self._checked(path)))
 
     def match(self, path: PromptPath) -> Future[Match]:
-        """Find how much of a prompt could be reused, as of the next turn."""
-        return self._ask(FindMatch(self._checked(path)))
+        """Find how much of a prompt could be reused, as of the next turn. Waits for lower tiers."""
+        path = self._checked(path)
+        return self._ask(FindMatch(path, self._below(path)))
 
     def explain(self, path: PromptPath, other_salts: Sequence[str] = ()) -> Future[Missed]:
-        """Find why not more of a prompt could be reused, as of the next turn."""
-        return self._ask(Explain(self._checked(path), tuple(other_salts)))
+        """Find why not more of a prompt could be reused, as of the next turn. Waits for lower
+        tiers."""
+        path = self._checked(path)
+        return self._ask(Explain(path, self._below(path), tuple(other_salts)))
 
-    def clear(self, *, give_back: bool = True) -> Future[None]:
-        """Forget everything that is stored. Running requests go on, and store nothing more."""
+    def clear(self, *, give_back: bool = True) -> Future[Sequence[Future[None]]]:
+        """Forget everything that is stored. Running requests go on, and store nothing more. The
+        result is what lower tiers still have to delete."""
         return self._ask(Clear(give_back))
 
     def resize(self, memory: int | str) -> Future[None]:
@@ -274,6 +279,9 @@ class Core:
     def _ask(self, question: Question[T]) -> Future[T]:
         self.post(question)
         return question.answer
+
+    def _below(self, path: PromptPath) -> Sequence[Answer]:
+        return self.cache.ask_tiers(path.tokens, path.salt, path.boundaries)
 
     def _checked(self, path: PromptPath) -> PromptPath:
         tokens = checked_tokens(path.tokens, self._vocabulary)

@@ -42,7 +42,8 @@ class Inbox:
 
     def taken(self) -> None:
         """Drop the first message: the engine has taken it."""
-        self._posted.popleft()
+        with self.changed:
+            self._posted.popleft()
 
     def wait(self, ready: Callable[[], bool], timeout: float | None) -> bool:
         """Block until a message is due or something is `ready`; False where it took too long."""

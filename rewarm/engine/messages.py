@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rewarm.cache import PrefixCache
+from rewarm.cache.tiers.lower import Answer
 from rewarm.cache.views.miss import Missed
 from rewarm.values import Boundary, Match, Tokens
 
@@ -78,9 +79,12 @@ class FindMatch(Question[Match]):
     """Say how much of a prompt could be reused now."""
 
     path: PromptPath
+    below: Sequence[Answer] = ()
+    """What lower tiers have of it: they were asked where the message was made."""
 
     def asked_of(self, cache: PrefixCache) -> Match:
-        return cache.match(self.path.tokens, self.path.salt, self.path.boundaries)
+        path = self.path
+        return cache.match(path.tokens, path.salt, path.boundaries, tiers=self.below)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,21 +92,24 @@ class Explain(Question[Missed]):
     """Say why not more of a prompt could be reused now."""
 
     path: PromptPath
+    below: Sequence[Answer] = ()
     other_salts: Sequence[str] = ()
 
     def asked_of(self, cache: PrefixCache) -> Missed:
         path, others = self.path, self.other_salts
-        return cache.miss(path.tokens, path.salt, path.boundaries, other_salts=others)
+        return cache.miss(
+            path.tokens, path.salt, path.boundaries, other_salts=others, tiers=self.below
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class Clear(Question[None]):
-    """Forget everything that is stored."""
+class Clear(Question[Sequence[Future[None]]]):
+    """Forget everything that is stored. The answer is what lower tiers still have to delete."""
 
     give_back: bool = True
 
-    def asked_of(self, cache: PrefixCache) -> None:
-        cache.clear(give_back=self.give_back)
+    def asked_of(self, cache: PrefixCache) -> Sequence[Future[None]]:
+        return cache.clear(give_back=self.give_back, wait=False)
 
 
 @dataclass(frozen=True, eq=False)

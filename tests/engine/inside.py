@@ -15,4 +15,4 @@ def running_requests(server: Engine) -> list[Request]:
 def is_idle(server: Engine) -> bool:
     """Nothing runs, and nothing waits for an answer."""
     loop = server.core._loop
-    return not loop.running and not loop.has_requests
+    return not loop.running and not loop.requests

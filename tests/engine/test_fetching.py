@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.tiers.fetch import Fetch
-from rewarm.engine import Core, EngineParts, Request, fetching, runner
+from rewarm.engine import Core, EngineParts, PromptPath, Request, fetching, runner
 from rewarm.engine.scheduler import MOST_FETCHING
 from rewarm.options import EngineOptions
 from tests import zoo
@@ -234,3 +235,41 @@ def test_without_a_lower_tier_nothing_is_asked_of_one(held: Held) -> None:
     core.close()
     assert len(asked.tokens) == 6
     assert not held.waiting
+
+
+@pytest.mark.parametrize("what", ["match", "explain", "clear"])
+def test_no_turn_waits_for_a_tier_to_answer_a_question(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(200)
+    with core_over(zoo.tiny("llama"), tmp_path, tokens) as core:
+        answers: list[Any] = []
+        begun, free = threading.Event(), threading.Event()
+        (tier,) = core.cache.tiers
+        name = "forget" if what == "clear" else "find"
+        quick = getattr(tier, name)
+
+        def slow(*asked: Any) -> Any:
+            begun.set()
+            free.wait(5)
+            return quick(*asked)
+
+        def ask_it() -> None:
+            if what == "clear":
+                for deleted in core.clear().result(PATIENCE):
+                    deleted.result(PATIENCE)
+                answers.append(None)
+            else:
+                answers.append(getattr(core, what)(PromptPath(tokens)).result(PATIENCE))
+
+        monkeypatch.setattr(tier, name, slow)
+        asking = threading.Thread(target=ask_it)
+        asking.start()
+        while not begun.is_set():
+            core.turn()
+        core.turn()
+        assert not answers, "a turn has waited for the tier"
+        free.set()
+        while asking.is_alive():
+            core.turn()
+        assert len(answers) == 1

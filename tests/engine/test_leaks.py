@@ -65,13 +65,13 @@ def cancelled_while_decoding(server: Engine, head: Prompt, tail: Prompt) -> None
 
 
 def broken_in_prefill(server: Engine, head: Prompt, tail: Prompt) -> None:
-    server.model.breaks_at = len(tail) - 1
+    server.core.model.breaks_at = len(tail) - 1
     ask(server, joined(head, tail)).over()
 
 
 def broken_while_decoding(server: Engine, head: Prompt, tail: Prompt) -> None:
     def break_next(_: Any) -> bool:
-        server.model.breaks_at = 1
+        server.core.model.breaks_at = 1
         return False
 
     ask(server, joined(head, tail), max_tokens=4, sink=Collected(break_next)).over()

@@ -111,25 +111,21 @@ def _json_keys(now: ChatRecord, before: ChatRecord) -> Change | None:
     """Compare tools, the arguments of calls, and messages that are JSON as a whole."""
     tools = [_in_order_of(a, b) for a, b in zip(now.tools, before.tools, strict=False)]
     tools += now.tools[len(tools) :]
-    messages = []
-    place: tuple[str, int | None, str | None] | None = None
-    pair: tuple[Any, Any] | None = None
-    i = next(
-        (i for i, (a, b) in enumerate(zip(tools, now.tools, strict=True)) if _differ(a, b)), -1
-    )
-    if i >= 0:
-        place, pair = ("tools", None, None), (before.tools[i], now.tools[i])
-    for i, (message, other) in enumerate(zip(now.messages, before.messages, strict=False)):
-        fixed = _message_in_order_of(message, other)
-        changed = next((k for k in ("tool_calls", "content") if _differ_in(fixed, message, k)), "")
-        if changed and place is None:
-            place, pair = (changed, i, message["role"]), (other[changed], message[changed])
-        messages.append(fixed)
+    pairs = list(zip(now.messages, before.messages, strict=False))
+    messages = [_message_in_order_of(message, other) for message, other in pairs]
     messages += now.messages[len(messages) :]
-    if place is None or pair is None:
-        return None
-    stored, sent = _apart(*(p if isinstance(p, str) else _json(p) for p in pair))
-    return Change(ChatRecord(messages, tools), *place, stored, sent)
+    fixed = ChatRecord(messages, tools)
+    for tool, other, ordered in zip(now.tools, before.tools, tools, strict=False):
+        if _differ(tool, ordered):
+            return Change(fixed, "tools", None, None, *_apart(other, tool))
+    for i, (message, before_it) in enumerate(pairs):
+        for key in ("tool_calls", "content"):
+            if _differ(message.get(key), messages[i].get(key)):
+                texts = (
+                    v if isinstance(v, str) else _json(v) for v in (before_it[key], message[key])
+                )
+                return Change(fixed, key, i, message["role"], *_apart(*texts))
+    return None
 
 
 Changed = tuple[Message, str, str]
@@ -329,10 +325,6 @@ def _differ(a: Any, b: Any) -> bool:
     return _json(a) != _json(b)
 
 
-def _differ_in(a: Message, b: Message, key: str) -> bool:
-    return _differ(a.get(key), b.get(key))
-
-
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
@@ -355,8 +347,9 @@ def _common_end(a: str, b: str) -> int:
     return n
 
 
-def _apart(a: str, b: str) -> tuple[str, str]:
-    """Cut two texts to the place where they part, with a little of what stands before."""
+def _apart(stored: Any, sent: Any) -> tuple[str, str]:
+    """Cut two values, as texts, to the place where they part, with a little before it."""
+    a, b = (value if isinstance(value, str) else _json(value) for value in (stored, sent))
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
     begin = max(0, at - 12)
     return a[begin : begin + SHOWN], b[begin : begin + SHOWN]

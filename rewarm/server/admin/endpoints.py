@@ -124,7 +124,8 @@ async def clear(request: Request) -> Response:
 
 
 def _forget(backend: Backend, give_back: bool) -> None:
-    backend.engine.core.clear(give_back=give_back).result()
+    for deleted in backend.engine.core.clear(give_back=give_back).result():
+        deleted.result()
     backend.tree.forget()
 
 

@@ -161,10 +161,6 @@ class Scheduler(Generic[J]):
         self._undecided: dict[int, J] = {}
         """The jobs whose prompts are not computed yet. Those that decode cost a turn nothing."""
 
-    def renewed(self) -> Scheduler[J]:
-        """Another one in its place, with nothing to do."""
-        return Scheduler(self.max_batch, self.room, self.chunk, self.window, self.step)
-
     def add(self, job: J) -> None:
         job.arrived = self.clock
         job.stage, job.position, job.leader = "waiting", 0, None

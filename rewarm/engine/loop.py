@@ -144,7 +144,7 @@ class Loop:
 
     def turn(self) -> None:
         self.has_work = False
-        while (first := self.scheduler.preparation()) is not None:
+        while self.scheduler.undecided and (first := self.scheduler.preparation()) is not None:
             self.has_work = True
             self._prepare(first)
         plan = self.scheduler.plan()
@@ -228,7 +228,7 @@ class Loop:
                 continue
             if running.ended is not None:
                 ended.append(running)
-            else:
+            elif self.scheduler.window:
                 self.scheduler.decoded(step.id)
         if ended:
             self.requests.leave(ended)

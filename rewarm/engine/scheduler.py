@@ -158,7 +158,7 @@ class Scheduler(Generic[J]):
         """The most tokens that a step of decoding gives to a sequence."""
         self.jobs: dict[int, J] = {}
         self.clock = 0
-        self._undecided: dict[int, J] = {}
+        self.undecided: dict[int, J] = {}
         """The jobs whose prompts are not computed yet. Those that decode cost a turn nothing."""
 
     def add(self, job: J) -> None:
@@ -167,7 +167,7 @@ class Scheduler(Generic[J]):
         job.marks, job.agrees = set(), {}
         if not job.warm:
             least = slice(job.known * WIDTH, (job.known + WORTH_WAITING) * WIDTH)
-            for other in self._undecided.values():
+            for other in self.undecided.values():
                 if other.salt != job.salt or other.data[least] != job.data[least]:
                     continue
                 shared = min(agreement(other.data, job.data), job.stop, other.stop)
@@ -177,15 +177,15 @@ class Scheduler(Generic[J]):
                     job.marks.add(shared)  # it has to let this one pass, and goes on from there
                 else:
                     job.agrees[other.id] = shared
-        self.jobs[job.id] = self._undecided[job.id] = job
+        self.jobs[job.id] = self.undecided[job.id] = job
         self._follow(job)
 
     def remove(self, job_id: int) -> None:
         """Forget a job that has finished, failed or was cancelled. Those that waited for it look
         for another leader."""
         gone = self.jobs.pop(job_id, None)
-        self._undecided.pop(job_id, None)
-        for job in self._undecided.values():
+        self.undecided.pop(job_id, None)
+        for job in self.undecided.values():
             job.agrees.pop(job_id, None)
             if gone is not None and job.leader is gone:
                 job.known = max(job.known, min(job.until, gone.at))
@@ -240,9 +240,7 @@ class Scheduler(Generic[J]):
 
     def preparation(self) -> Preparation | None:
         """The next thing to do before `plan`; None once there is none left."""
-        undecided = self._undecided.values()
-        if not undecided:
-            return None
+        undecided = self.undecided.values()
         warm = [j for j in undecided if j.warm]
         if len(warm) > MOST_WARM:
             return Preparation("forget", warm[0].id)
@@ -262,7 +260,7 @@ class Scheduler(Generic[J]):
         return Preparation("start", waits.id) if waits is not None else None
 
     def plan(self) -> Plan:
-        pieces = self._pieces()[0] if self._undecided else ()
+        pieces = self._pieces()[0] if self.undecided else ()
         most = max(self.window - self.step, 1)
         ready, full, decoding = [], [], 0
         for job in self.jobs.values():
@@ -277,7 +275,7 @@ class Scheduler(Generic[J]):
 
     @property
     def _decodes(self) -> bool:
-        return len(self.jobs) > len(self._undecided)
+        return len(self.jobs) > len(self.undecided)
 
     def _pieces(self) -> tuple[list[Piece], J | None]:
         """The pieces that share the time of one chunk: short prompts, and short pieces between two
@@ -302,14 +300,14 @@ class Scheduler(Generic[J]):
         return pieces, None
 
     def _warm(self) -> J | None:
-        warm = [j for j in self._undecided.values() if j.warm]
+        warm = [j for j in self.undecided.values() if j.warm]
         return next((j for j in warm if j.stage == "prefilling"), warm[0] if warm else None)
 
     def _lets_go_on(self, piece: Piece) -> bool:
         leader = self.jobs[piece.id]
         return any(
             j.leader is leader and (piece.last or piece.stop >= j.until)
-            for j in self._undecided.values()
+            for j in self.undecided.values()
         )
 
     def _next_request(self, at: Mapping[int, int]) -> J | None:
@@ -330,7 +328,7 @@ class Scheduler(Generic[J]):
         urgency: dict[int, float] = {}
         queue = [
             j
-            for j in self._undecided.values()
+            for j in self.undecided.values()
             if not j.warm and j.stage != "fetching" and at.get(j.id) != OVER
         ]
         # Leaders arrived before their followers: going backwards, a chain is summed up once.
@@ -350,8 +348,8 @@ class Scheduler(Generic[J]):
         job.position, job.stage = position, stage
         job.leader = None
         if stage != "prefilling":
-            self._undecided.pop(job.id, None)
-        for follower in self._undecided.values():
+            self.undecided.pop(job.id, None)
+        for follower in self.undecided.values():
             if follower.leader is job and (position >= follower.until or stage != "prefilling"):
                 follower.known = max(follower.known, min(follower.until, position))
                 self._follow(follower)
@@ -372,7 +370,7 @@ class Scheduler(Generic[J]):
             return
         best = job.known + WORTH_WAITING
         for other_id, shared in job.agrees.items():
-            other = self._undecided.get(other_id)
+            other = self.undecided.get(other_id)
             if other is not None and shared >= best and other.at < shared:
                 best = shared + 1
                 job.leader, job.until = other, shared

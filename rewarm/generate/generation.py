@@ -76,17 +76,13 @@ class Choice:
     reasoning_tokens: int = 0
     sampled: list[Sampled] = field(default_factory=list)
     """All tokens, if every token or logprobs were asked for."""
+    told: int = 0
+    """The number of them that deltas have told."""
     finish: str = "cancelled"
     first_at: float = 0.0
     last_at: float = 0.0
-    _silent: int = 0
-    _told: int = 0
-
-    def untold(self) -> Sequence[Sampled]:
-        """The tokens since the last call."""
-        fresh = self.sampled[self._told :]
-        self._told = len(self.sampled)
-        return fresh
+    silent: int = 0
+    """The tokens since its last part."""
 
 
 @dataclass(eq=False)
@@ -130,11 +126,11 @@ class PromptRun:
         chosen.tokens += 1
         piece = chosen.answer.add(sampled.token)
         # Tokens that gave nothing yet belong to what comes out next.
-        chosen._silent += 1
+        chosen.silent += 1
         if piece.parts:
             if piece.parts[0].kind == "thinking":
-                chosen.reasoning_tokens += chosen._silent
-            chosen._silent = 0
+                chosen.reasoning_tokens += chosen.silent
+            chosen.silent = 0
         logged = options.top_logprobs is not None and sampled.token not in self.end_tokens
         if logged or options.every_token:
             chosen.sampled.append(sampled)
@@ -153,7 +149,7 @@ class PromptRun:
         stopped = reason == "stop" or chosen.answer.stopped_by is not None
         called = stopped and bool(chosen.answer.calls)
         chosen.finish = "tool_calls" if called else "stop" if stopped else reason
-        self._emit(Ended(self._numbered(choice), chosen.finish))
+        self._emit(Ended(self.number * len(self.choices) + choice, chosen.finish))
 
     def done(self, report: Cost) -> None:
         failed = self.error
@@ -166,12 +162,11 @@ class PromptRun:
 
     def _tell(self, choice: int, parts: Sequence[Part]) -> None:
         if self.options.stream:
-            sampled = self.choices[choice].untold()
+            chosen = self.choices[choice]
+            sampled = chosen.sampled[chosen.told :]
+            chosen.told = len(chosen.sampled)
             if parts or sampled:
-                self._emit(Delta(self._numbered(choice), parts, sampled))
-
-    def _numbered(self, choice: int) -> int:
-        return self.number * len(self.choices) + choice
+                self._emit(Delta(self.number * len(self.choices) + choice, parts, sampled))
 
     def _emit(self, event: Event) -> None:
         try:

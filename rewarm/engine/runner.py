@@ -254,7 +254,7 @@ class Runner:
         for batches in self._batches:
             for batch in batches:
                 batch.remove(gone)
-            batches[:] = [b for b in batches if len(b)]
+            batches[:] = [b for b in batches if b.ids]
 
     def store_answer(self, running: Running, checkpoint: Kind | None = None) -> None:
         """Store what was decoded so far."""

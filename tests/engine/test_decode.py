@@ -156,7 +156,7 @@ class Guesses(Batch):
         steps: list[Step] = []
         for _ in range(self.most):
             before = Before(generation.prompt_cache, 3)
-            wrong = mx.array([[5 + i] for i in range(len(self))])
+            wrong = mx.array([[5 + i] for i in range(len(self.ids))])
             for _ in range(3):
                 mx.eval(generation.model(wrong, cache=generation.prompt_cache))
             generation.prompt_cache = before.restored()

@@ -55,8 +55,6 @@ class Decoder(Protocol):
     def lengths(self) -> list[int]:
         """The number of tokens that each sequence had when it came."""
 
-    def __len__(self) -> int: ...
-
     def first(self) -> Step:
         """Give the token of the first step. `step` gives it again, as `given`."""
 

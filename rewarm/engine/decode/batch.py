@@ -54,9 +54,6 @@ class Batch:
         self._ahead: set[int] = set()
         """Sequences whose first token was given before the model ran on it."""
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
     @property
     def ids(self) -> list[int]:
         return list(self._generation.uids)
@@ -98,8 +95,9 @@ class Batch:
         return [_extracted(cache, place) for cache in self._generation.prompt_cache]
 
     def remove(self, gone: set[int]) -> None:
-        keep = [i for i, each in enumerate(self.ids) if each not in gone]
-        if len(keep) == len(self):
+        ids = self.ids
+        keep = [i for i, each in enumerate(ids) if each not in gone]
+        if len(keep) == len(ids):
             return
         self.lengths = [self.lengths[i] for i in keep]
         if keep or self._merged:

@@ -29,6 +29,7 @@ from .decode.base import Decoder
 from .decode.batch import Batch
 from .decode.check import decodes_in_batches, running_bytes
 from .decode.sampling import checked
+from .fetching import unheard
 from .inbox import Inbox
 from .loop import EngineStats, Loop
 from .messages import (
@@ -120,7 +121,7 @@ class Core:
             scheduler = Scheduler[Running](most, room, self.cache.chunk, window, decoder.most)
             # Not a method of this core: the core and its cache are then freed without a
             # collector.
-            self._loop = Loop(runner, scheduler, _unheard if follows else self._inbox.post)
+            self._loop = Loop(runner, scheduler, unheard if follows else self._inbox.post)
 
     def _made_runner(self, decoder: type[Decoder]) -> Runner:
         model, cache, several = self.model, self.cache, self.options.max_batch > 1
@@ -286,7 +287,3 @@ class Core:
     def _checked(self, path: PromptPath) -> PromptPath:
         tokens = checked_tokens(path.tokens, self._vocabulary)
         return PromptPath(tokens, tuple(path.boundaries), path.salt)
-
-
-def _unheard(message: Message, at: float | None = None) -> None:
-    """Post nothing: a core that follows another one is told of the end of its fetches, too."""

@@ -25,6 +25,10 @@ class Post(Protocol):
         """Leave a message; `at`: by `time.monotonic`, when it becomes due."""
 
 
+def unheard(message: Message, at: float | None = None) -> None:
+    """Post nothing: for a loop that hears of the end of its fetches in another way, or has none."""
+
+
 class Fetching:
     """Begins fetches, and takes the messages about them. All on the engine's thread.
 

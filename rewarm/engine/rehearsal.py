@@ -11,8 +11,9 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.model import context_size
 from rewarm.values import Sampling
 
+from .fetching import unheard
 from .loop import Loop
-from .messages import Message, Submit
+from .messages import Submit
 from .request import Request, Silent
 from .runner import Runner
 from .scheduler import Scheduler
@@ -38,7 +39,7 @@ def rehearse(runner: Runner) -> None:
     """
     cache = PrefixCache(runner.model, memory=REHEARSED_IN, make_cache=runner.cache.blank)
     alone = Runner(runner.model, cache, runner.vocabulary, runner.costs, runner.batched)
-    loop = Loop(alone, Scheduler(3, 1 << 62, cache.chunk), _unheard)
+    loop = Loop(alone, Scheduler(3, 1 << 62, cache.chunk), unheard)
     most = REHEARSED_ON_CPU if mx.default_device() == mx.cpu else REHEARSED
     longest = min(most, context_size(runner.model) - ANSWERED)
     tokens = np.arange(longest, dtype=np.int32) * 7919 % runner.vocabulary
@@ -51,7 +52,3 @@ def rehearse(runner: Runner) -> None:
             loop.take(Submit(request, time.perf_counter()))
     while loop.requests:
         loop.turn()
-
-
-def _unheard(message: Message, at: float | None = None) -> None:
-    """Drop a message: nothing of this lies below memory."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from rewarm.engine.request import Request
 from rewarm.prompt.chat import Chat, Text
-from rewarm.prompt.messages import Part, Said
+from rewarm.prompt.messages import AnswerParts, Part
 from rewarm.prompt.parse.answer import NOTHING, Answer
 from rewarm.prompt.render.renderer import Prompt
 from rewarm.values import Cost, Finish, Sampled
@@ -31,7 +31,7 @@ class Prefilled:
 
 
 @dataclass(frozen=True)
-class Delta(Said):
+class Delta(AnswerParts):
     """The parts that were added to a choice since its last delta."""
 
     choice: int

@@ -12,7 +12,7 @@ from rewarm.errors import InvalidPrompt
 from rewarm.options import TAKEN_BY_RENDERING
 from rewarm.values import Message
 
-from .messages import Said, normalised
+from .messages import AnswerParts, normalised
 
 SYSTEM_AND_TOOLS = -1
 """Marks the end of system and tools, among the indices of messages."""
@@ -33,7 +33,7 @@ class Chat:
     """The messages whose ends are to be checkpoints, or `SYSTEM_AND_TOOLS`."""
     must_call: bool = False
     """The answer has to call a tool."""
-    returned: Callable[[Said], Message] = Said.message
+    returned: Callable[[AnswerParts], Message] = AnswerParts.message
     """Gives the message that the client sends in the next turn for a delivered answer."""
 
     def __post_init__(self) -> None:

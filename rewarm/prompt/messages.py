@@ -27,7 +27,7 @@ class Part(NamedTuple):
     call: Call | None = None
 
 
-class Said:
+class AnswerParts:
     """Parts of an answer, and their texts and calls by kind."""
 
     parts: Sequence[Part]

@@ -65,9 +65,9 @@ async def answer(request: Request, dialect: type[Dialect]) -> Response:
     reply = dialect(asked.body, work, backend.options.model_name, backend.generator.texts)
     if asked.options.stream:
         return EventStream(reply, backend.options.keep_alive)
-    if not await work.finished(request.receive):
+    if not await work.wait_for_end(request.receive):
         return Response(status_code=CLIENT_GONE)
-    work.check()
+    work.raise_error()
     return Json(reply.whole())
 
 
@@ -84,7 +84,7 @@ async def explain(request: Request) -> Response:
     backend, exchange = backend_of(request), exchange_of(request)
     parse = partial(parse_explained, anthropic="anthropic-version" in request.headers)
     asked = await backend.read(request, parse)
-    await backend.described_all()
+    await backend.wait_for_descriptions()
     salt, others = asked.body.cache_salt, asked.body.compare_salts or ()
     found = await backend.off_loop(exchange, backend.advisor.explain, asked.prompt, salt, others)
     return Json(found)
@@ -205,7 +205,7 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> Starlett
                 Exchanges,
                 endpoint=endpoint_name,
                 response=error_response,
-                finished=backend.ended,
+                on_end=backend.note_end,
             ),
             Middleware(Authorised, options=options),
             Middleware(BodyLimit, limit=options.max_body),

@@ -90,11 +90,11 @@ class Backend:
         work = Work(asked.prompt, asked.options, exchange=exchange, backend=self)
         await self.off_loop(exchange, self.generator.prepare, work, work.send)
         exchange.work = work
-        self.activity.began(work)
+        self.activity.add(work)
         self.generator.submit(work)
         return work
 
-    async def described_all(self) -> None:
+    async def wait_for_descriptions(self) -> None:
         """Wait until every request answered so far is described and remembered."""
         await asyncio.get_running_loop().run_in_executor(self._explaining, lambda: None)
 
@@ -107,10 +107,10 @@ class Backend:
         except RuntimeError:  # the server is stopping
             work.loop.call_soon_threadsafe(work.deliver, done)
 
-    def ran(self, work: Work, run: PromptRun) -> None:
+    def note_run(self, work: Work, run: PromptRun) -> None:
         """Take note of a prompt that is answered, or has failed."""
         exchange = work.exchange
-        self.metrics.ran(run, exchange.endpoint)
+        self.metrics.count_run(run, exchange.endpoint)
         exchange.finish()
         if work.chat is None or run.error is not None:
             return
@@ -118,11 +118,11 @@ class Backend:
             self._explaining.submit(self.advisor.remember, exchange.id, work, run)
             self._pool_for(exchange).submit(self.generator.answered, work, run)
 
-    def ended(self, exchange: Exchange, status: int) -> None:
+    def note_end(self, exchange: Exchange, status: int) -> None:
         """Take note of an exchange that is over."""
-        self.metrics.responded(exchange.endpoint, status)
+        self.metrics.count_response(exchange.endpoint, status)
         if exchange.work is not None:
-            self.activity.ended(exchange.work, status)
+            self.activity.finish(exchange.work, status)
 
     def _describe(self, work: Work, done: PromptDone) -> None:
         run = work.runs[done.run]

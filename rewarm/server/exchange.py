@@ -41,7 +41,7 @@ class Exchange:
     endpoint: str
     """A name for the log and the metrics; unknown paths share one, or they would pile up."""
     send_on: Send
-    finished: Callable[[Exchange, int], None]
+    on_end: Callable[[Exchange, int], None]
     """Called with the exchange and its status once it is over."""
     status: int | None = None
     """None until a response has begun."""
@@ -80,7 +80,7 @@ class Exchange:
         status = self.status
         if status is None or (work is not None and work.abandoned):
             status = CLIENT_GONE
-        self.finished(self, status)
+        self.on_end(self, status)
         quiet = self.endpoint in QUIET and status < 400
         level = logging.DEBUG if quiet else logging.INFO
         if requests_log.isEnabledFor(level):
@@ -137,13 +137,13 @@ class Exchanges:
     """Gives the name of a path."""
     response: Callable[[ApiError, str, str], Response]
     """Gives the response for an error, a path and a request's id."""
-    finished: Callable[[Exchange, int], None]
+    on_end: Callable[[Exchange, int], None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         path = scope["path"]
-        exchange = Exchange(_request_id(scope), self.endpoint(path), send, self.finished)
+        exchange = Exchange(_request_id(scope), self.endpoint(path), send, self.on_end)
         scope.setdefault("state", {})["exchange"] = exchange
         try:
             await self.app(scope, receive, exchange.send)

@@ -52,7 +52,7 @@ class Work(Generation):
         """Give an event to the reader, if there is one still."""
         run = self.take(event)
         if run is not None:
-            self.backend.ran(self, run)
+            self.backend.note_run(self, run)
         self.arrived.put_nowait(event)
 
     def abandon(self) -> None:
@@ -83,7 +83,7 @@ class Work(Generation):
         self._heard = False
         self._timer = self.loop.call_later(keep_alive, self._tick, keep_alive)
 
-    async def finished(self, receive: Receive) -> bool:
+    async def wait_for_end(self, receive: Receive) -> bool:
         """Wait until all of it is over; False where the client went away before."""
         left = asyncio.ensure_future(_disconnect(receive))
         left.add_done_callback(lambda _: self.arrived.put_nowait(None))
@@ -95,8 +95,8 @@ class Work(Generation):
             left.cancel()
             self.abandon()
 
-    def check(self) -> None:
-        """Raise the error that kept it from being answered."""
+    def raise_error(self) -> None:
+        """Raise the error that kept it from being answered, if there is one."""
         for run in self.runs:
             if run.error is not None:
                 raise as_api_error(run.error)

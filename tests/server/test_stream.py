@@ -48,7 +48,7 @@ class Nobody:
     def cancel(self, work: Work) -> None:
         self.cancelled.append(work)
 
-    def ran(self, work: Work, run: PromptRun) -> None: ...
+    def note_run(self, work: Work, run: PromptRun) -> None: ...
 
 
 def token(text: str) -> Sampled:

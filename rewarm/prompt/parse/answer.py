@@ -10,8 +10,8 @@ import numpy as np
 
 from rewarm.values import Tokens
 
-from ..messages import Part, Said
-from .readers import Plain, Reader, reader_of
+from ..messages import AnswerParts, Part
+from .readers import PlainReader, Reader, reader_of
 
 LOST = "\ufffd"
 """The character that stands for bytes which are no whole character."""
@@ -24,7 +24,7 @@ TAIL = 8
 
 
 @dataclass(frozen=True)
-class Increment(Said):
+class Increment(AnswerParts):
     """The parts that a token added. Text is held back until it is certain: until its characters are
     whole, and it cannot begin a stop sequence or a marker."""
 
@@ -83,7 +83,7 @@ def _begun(text: str, stop: str) -> int:
     return 0
 
 
-class Answer(Said):
+class Answer(AnswerParts):
     """An answer, as far as it was generated. Stop sequences are looked for in its text only."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Answer(Said):
         self.parts: list[Part] = []
         """The delivered parts in their order; no two neighbours are text, or thinking."""
         self.stopped_by: str | None = None
-        self._reader: Reader = Plain() if raw else reader_of(tokenizer, prompt, tools)
+        self._reader: Reader = PlainReader() if raw else reader_of(tokenizer, prompt, tools)
         self._stops = Stops([stop] if isinstance(stop, str) else stop)
         self._ends = frozenset(tokenizer.eos_token_ids)
         self._tokenizer = tokenizer

@@ -1,7 +1,7 @@
 """Generated text taken apart, by the formats that models answer in.
 
 mlx-lm's parsers know most formats. To add a tool-call format that they do not know, write a
-`Reader` here, as `Harmony` is one, and choose it in `reader_of`."""
+`Reader` here, as `HarmonyReader` is one, and choose it in `reader_of`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Reader(Protocol):
         """Give the rest, after the last text."""
 
 
-class Plain:
+class PlainReader:
     """Reads everything as text."""
 
     def feed(self, text: str) -> list[Part]:
@@ -36,7 +36,7 @@ class Plain:
         return []
 
 
-class Parsed:
+class MlxReader:
     """Reads with mlx-lm's state machine and the model's tool parser.
 
     The newlines around thinking belong to neither the thinking nor the answer: the template writes
@@ -108,7 +108,7 @@ class Parsed:
         return [Part("call", call=call) for call in calls]
 
 
-class Harmony:
+class HarmonyReader:
     """Reads GPT-OSS: messages, each with a header that names its channel and its recipient.
 
     mlx-lm has no parser for them, and the template refuses an answer that comes back unparsed.
@@ -198,10 +198,10 @@ class Harmony:
 
 def reader_of(tokenizer: Any, prompt: Tokens, tools: list[Any] | None) -> Reader:
     if not (tokenizer.has_thinking or tokenizer.has_tool_calling or tokenizer.response_transitions):
-        named = _numbers(tokenizer, Harmony.MARKERS)
-        if len(named) == len(Harmony.MARKERS):
-            return Harmony(*_open_message(tokenizer, prompt, named))
-    return Parsed(tokenizer, prompt, tools)
+        named = _numbers(tokenizer, HarmonyReader.MARKERS)
+        if len(named) == len(HarmonyReader.MARKERS):
+            return HarmonyReader(*_open_message(tokenizer, prompt, named))
+    return MlxReader(tokenizer, prompt, tools)
 
 
 def call_of(parsed: Any) -> Call:

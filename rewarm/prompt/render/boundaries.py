@@ -21,12 +21,12 @@ from ..messages import is_system
 from ..text import common_text
 from . import probes
 from .encoder import Encoded, Encoder
-from .probes import Common, View
+from .probes import CommonPlace, View
 from .tags import Tags
 from .template import Template
 
 T = TypeVar("T")
-P = TypeVar("P", bound="tuple[Common | None, ...]")
+P = TypeVar("P", bound="tuple[CommonPlace | None, ...]")
 
 APART = 8
 """The fewest tokens between two points that are worth two checkpoints."""
@@ -44,14 +44,14 @@ class MessageEnd:
     position: int
 
 
-class Around(NamedTuple):
+class QuestionPlaces(NamedTuple):
     """The places around the last question at which a chat may go on in another way."""
 
-    turn: Common | None
+    turn: CommonPlace | None
     """Before it."""
-    user: Common | None
+    user: CommonPlace | None
     """After it."""
-    answered: Common | None
+    answered: CommonPlace | None
     """After it, where an answer follows."""
 
 
@@ -173,7 +173,7 @@ class Rendered:
         """The end of system and tools, which other chats share."""
         chat = self.chat[: self.system]
 
-        def probed() -> tuple[Common | None]:
+        def probed() -> tuple[CommonPlace | None]:
             return (self.whole.common(self._probe(chat, probes.BEFORE_A_QUESTION)),)
 
         key = _digest("system", chat, self.context)
@@ -182,45 +182,47 @@ class Rendered:
         alone = not (chat or self.context.tools) and (position or 0) < 2 * APART
         return None if alone else position
 
-    def _around(self, every_turn: bool) -> Around:
+    def _around(self, every_turn: bool) -> QuestionPlaces:
         """The places around the question. Every step of a tool loop asks for them again."""
         # How a view without all steps ends says nothing of where the question is.
         view = self.view if self.view.has_steps else self.whole
 
-        def probed() -> Around:
+        def probed() -> QuestionPlaces:
             return self._seen(view, partial(self._probed, every_turn=every_turn))
 
         key = _digest(f"question {every_turn}", self.chat[: self.user + 1], self.context)
         return self.places.remembered(key, self.text, probed)
 
-    def _probed(self, view: View, every_turn: bool) -> Around:
+    def _probed(self, view: View, every_turn: bool) -> QuestionPlaces:
         before, asked = view.chat[: view.user], view.chat[: view.user + 1]
         turn = None
         if view.user > self.system and not every_turn:
             turn = view.common(self._probe(before, probes.BEFORE_A_QUESTION))
         answered = self._probe(asked, probes.after_a_question(self.context.tools))
         if not answered:
-            return Around(turn, None, None)
+            return QuestionPlaces(turn, None, None)
         # The question itself, whatever follows it in this chat.
         last = len(asked) == len(view.chat) and not self.continued
         alone = view.text if last else self.template.attempt(asked, self.context)
         answered += [alone] if alone is not None else []
         others = self._probe(asked, probes.INTERRUPTED) or []
-        return Around(turn, view.common([*answered, *others]), view.common(answered))
+        return QuestionPlaces(turn, view.common([*answered, *others]), view.common(answered))
 
-    def _loop(self, view: View) -> Common | None:
+    def _loop(self, view: View) -> CommonPlace | None:
         return view.common(self._probe(view.chat, probes.in_a_loop(self.context.tools)))
 
-    def _probe(self, chat: list[Message], endings: Iterable[probes.Ways]) -> list[str] | None:
+    def _probe(
+        self, chat: list[Message], endings: Iterable[probes.ProbeEnding]
+    ) -> list[str] | None:
         """Render the chat with each of the endings; None where the template refuses one that is
         needed."""
         renders = []
-        for ways in endings:
-            attempts = (self.template.attempt([*chat, *e], self.context) for e in ways.endings)
+        for ending in endings:
+            attempts = (self.template.attempt([*chat, *e], self.context) for e in ending.tried)
             accepted = next((a for a in attempts if a is not None), None)
             if accepted is not None:
                 renders.append(accepted)
-            elif ways.needed:
+            elif ending.needed:
                 return None
         return renders
 
@@ -228,10 +230,10 @@ class Rendered:
         """Find something in a view, or else in the whole chat."""
         try:
             return find(view)
-        except probes.Unseen:
+        except probes.NotInView:
             return find(self.whole)
 
-    def _position(self, common: Common | None) -> int | None:
+    def _position(self, common: CommonPlace | None) -> int | None:
         """The number of tokens that the prompt and the probes begin with alike."""
         return self.encoder.edge(self.encoded, common.at, common.tails) if common else None
 
@@ -277,7 +279,7 @@ class Places:
         return places
 
 
-def _furthest(places: Iterable[Common | None]) -> int:
+def _furthest(places: Iterable[CommonPlace | None]) -> int:
     return max((place.at for place in places if place is not None), default=0)
 
 

@@ -32,37 +32,38 @@ Ending = tuple[Message, ...]
 
 
 @dataclass(frozen=True)
-class Ways:
+class ProbeEnding:
     """An ending that a boundary must hold for, and others to try where a template refuses it."""
 
-    endings: tuple[Ending, ...]
+    tried: tuple[Ending, ...]
+    """The first one that the template takes is rendered."""
     needed: bool = True
     """The boundary is lost where the template refuses all of them."""
 
 
 BEFORE_A_QUESTION = (
-    Ways(((QUESTION, ANSWER, OTHER), (QUESTION,))),
-    Ways(((OTHER, QUESTION), (OTHER,))),
+    ProbeEnding(((QUESTION, ANSWER, OTHER), (QUESTION,))),
+    ProbeEnding(((OTHER, QUESTION), (OTHER,))),
 )
 """The endings where it is the user's turn. Two questions in a row reveal templates that move
 earlier text to the last question."""
 
-ANSWERED = (Ways(((ANSWER, QUESTION),)), Ways(((THOUGHT, QUESTION),), needed=False))
+ANSWERED = (ProbeEnding(((ANSWER, QUESTION),)), ProbeEnding(((THOUGHT, QUESTION),), needed=False))
 
-INTERRUPTED = (Ways(((OTHER,),), needed=False),)
+INTERRUPTED = (ProbeEnding(((OTHER,),), needed=False),)
 """The ending where another message of the user comes instead of an answer."""
 
 
-def after_a_question(tools: list[Any] | None) -> tuple[Ways, ...]:
+def after_a_question(tools: list[Any] | None) -> tuple[ProbeEnding, ...]:
     """The endings after a message of the user."""
-    return (*ANSWERED, Ways((called(tools),), needed=False)) if tools else ANSWERED
+    return (*ANSWERED, ProbeEnding((called(tools),), needed=False)) if tools else ANSWERED
 
 
-def in_a_loop(tools: list[Any] | None) -> tuple[Ways, ...]:
+def in_a_loop(tools: list[Any] | None) -> tuple[ProbeEnding, ...]:
     """The endings after a tool's result."""
     return (
-        Ways((called(tools), (ANSWER, QUESTION))),
-        Ways((called(tools, thought="Hm."), (THOUGHT, QUESTION)), needed=False),
+        ProbeEnding((called(tools), (ANSWER, QUESTION))),
+        ProbeEnding((called(tools, thought="Hm."), (THOUGHT, QUESTION)), needed=False),
     )
 
 
@@ -112,11 +113,11 @@ TAIL = 32
 """Characters of a probe after the common text that decide which tokens it changes."""
 
 
-class Unseen(Exception):
+class NotInView(Exception):
     """A place lies before the part that a view shows."""
 
 
-class Common(NamedTuple):
+class CommonPlace(NamedTuple):
     """A place in a prompt that other endings do not move."""
 
     at: int
@@ -150,19 +151,19 @@ class View:
         return replace(self, text=text, begins=begins, left_out=len(whole) - len(text))
 
     def of_whole(self, at: int) -> int:
-        """The same place in the whole text. Raises Unseen."""
+        """The same place in the whole text. Raises NotInView."""
         if at < self.begins:
-            raise Unseen
+            raise NotInView
         return at + self.left_out
 
-    def common(self, renders: Sequence[str] | None) -> Common | None:
-        """The place up to which the text and these renders are alike. Raises Unseen."""
+    def common(self, renders: Sequence[str] | None) -> CommonPlace | None:
+        """The place up to which the text and these renders are alike. Raises NotInView."""
         if not renders:
             return None
         agreed = min(common_text(renders[0], r) for r in renders)
         at = min(agreed, common_text(self.text, renders[0]))
         tails = tuple(r[at : at + TAIL] for r in renders)
-        return Common(self.of_whole(at), tails, goes_with=at == agreed)
+        return CommonPlace(self.of_whole(at), tails, goes_with=at == agreed)
 
 
 def shortened(chat: list[Message], system: int, user: int) -> View | None:

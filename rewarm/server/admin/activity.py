@@ -102,13 +102,13 @@ class Activity:
         self.first_tokens: deque[float] = deque(maxlen=FIRST_TOKENS)
         self.history: deque[Slot] = deque(maxlen=SLOTS)
         self.total = Totals()
-        self.hottest = Hottest()
+        self.hottest = HotPrefixes()
         self._numbers = itertools.count(1)
 
-    def began(self, work: Work) -> None:
+    def add(self, work: Work) -> None:
         self.running[work] = next(self._numbers)
 
-    def ended(self, work: Work, status: int) -> None:
+    def finish(self, work: Work, status: int) -> None:
         """Remember a request that is over."""
         exchange, costs, salt = work.exchange, work.costs, work.options.salt
         completion = sum(choice.tokens for choice in work.choices)
@@ -139,7 +139,7 @@ class Activity:
             if len(slot.first_tokens) < SLOT_TIMES:
                 slot.first_tokens.append(ttft)
         for run in work.runs:
-            self.hottest.resumed(run, salt)
+            self.hottest.note(run, salt)
 
     def hit_rates(self) -> dict[str, float | None]:
         """The share of prompt tokens that was not computed, by window."""
@@ -174,7 +174,7 @@ def percentile(times: Sequence[float], percent: float) -> float | None:
 
 
 @dataclass
-class Prefix:
+class HotPrefix:
     """A prefix that requests resumed from."""
 
     salt: str | None
@@ -220,14 +220,14 @@ Key = tuple[str | None, int]
 """The salt of a prefix, and a hash of its tokens."""
 
 
-class Hottest:
+class HotPrefixes:
     """The prefixes that were resumed from. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._prefixes: OrderedDict[Key, Prefix] = OrderedDict()
+        self._prefixes: OrderedDict[Key, HotPrefix] = OrderedDict()
         self._lock = threading.Lock()
 
-    def resumed(self, run: PromptRun, salt: str | None) -> None:
+    def note(self, run: PromptRun, salt: str | None) -> None:
         """Note the prefix that a prompt went on from, if there is one."""
         cost = run.cost
         if cost is None or not cost.match.resume:
@@ -239,7 +239,7 @@ class Hottest:
             if prefix is None:
                 prompt = run.prompt.tokens[: at + 1].copy()
                 boundaries = [b for b in run.prompt.boundaries if b.position <= at]
-                prefix = self._prefixes[key] = Prefix(salt, prompt, boundaries, cost.resumed_at)
+                prefix = self._prefixes[key] = HotPrefix(salt, prompt, boundaries, cost.resumed_at)
             prefix.hits += 1
             prefix.nbytes = cost.restored_bytes
             prefix.used = time.time()
@@ -248,7 +248,7 @@ class Hottest:
             while len(self._prefixes) > HOTTEST or tokens > HOTTEST_TOKENS:
                 tokens -= self._prefixes.popitem(last=False)[1].tokens
 
-    def held(self, cache: PrefixCache) -> Iterator[Prefix]:
+    def still_held(self, cache: PrefixCache) -> Iterator[HotPrefix]:
         """The prefixes that a request could still resume from, those hit most first. The others
         are forgotten. This may wait for the cache's lock."""
         with self._lock:

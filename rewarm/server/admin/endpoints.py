@@ -28,7 +28,7 @@ from ..exchange import exchange_of
 from ..openapi import Endpoint
 from ..work import Json, Work
 from .activity import STEP, percentile, stage_of
-from .tree_view import Wish
+from .tree_view import TreeQuery
 
 log = logging.getLogger("rewarm")
 
@@ -94,19 +94,19 @@ def _model(backend: Backend, name: str) -> dict[str, Any]:
 
 async def cache(request: Request) -> Response:
     """The figures of the cache, and its tree."""
-    backend, wish = backend_of(request), _wish(request)
+    backend, query = backend_of(request), _tree_query(request)
     given = request.headers.get("if-none-match")
-    return await backend.off_loop(exchange_of(request), _look, backend, wish, given)
+    return await backend.off_loop(exchange_of(request), _look, backend, query, given)
 
 
-def _look(backend: Backend, wish: Wish, given: str | None) -> Response:
+def _look(backend: Backend, query: TreeQuery, given: str | None) -> Response:
     view = backend.tree
     view.refresh()
     stats = backend.engine.core.cache.stats()
-    tag = f'"{view.tag(wish)}{stats.hits:x}{stats.leases:x}"'
+    tag = f'"{view.tag(query)}{stats.hits:x}{stats.leases:x}"'
     if given == tag:
         return Response(status_code=304, headers={"ETag": tag})
-    body = {**stats.shown(), "tree": view.reply(wish)}
+    body = {**stats.shown(), "tree": view.reply(query)}
     return Json(body, headers={"ETag": tag, "Cache-Control": "no-cache"})
 
 
@@ -129,7 +129,7 @@ def _forget(backend: Backend, give_back: bool) -> None:
     backend.tree.forget()
 
 
-def _wish(request: Request) -> Wish:
+def _tree_query(request: Request) -> TreeQuery:
     """The part of the tree that a request asks for."""
     asked = request.query_params
     unknown = sorted(asked.keys() - {"root", *NUMBERS})
@@ -148,7 +148,7 @@ def _wish(request: Request) -> Wish:
     root = asked.get("root")
     if root is not None and not SPAN.fullmatch(root):
         raise bad_request(f"root={root[:80]!r}: give the id of a span of an earlier reply", "root")
-    return Wish(root=root, salt=salt_of(request), **numbers)
+    return TreeQuery(root=root, salt=salt_of(request), **numbers)
 
 
 async def live(request: Request) -> Response:
@@ -206,7 +206,7 @@ def _held(backend: Backend, salt: str | None) -> dict[str, Any]:
         core = backend.engine.core
         stats, cache = core.stats(), core.cache
         tokenizer = backend.generator.tokenizer
-        hottest = islice(backend.activity.hottest.held(cache), SHOWN_HOTTEST)
+        hottest = islice(backend.activity.hottest.still_held(cache), SHOWN_HOTTEST)
         shown = ("waiting", "prefilling", "decoding", "warm_waiting", "warm_tokens", "restarts")
         return {
             "hottest": [prefix.shown_to(salt, tokenizer) for prefix in hottest],

@@ -94,10 +94,10 @@ class Metrics:
     ) -> Histogram:
         return Histogram(f"rewarm_{name}", help, labels, buckets=buckets, registry=self.registry)
 
-    def responded(self, endpoint: str, status: int) -> None:
+    def count_response(self, endpoint: str, status: int) -> None:
         self._requests.labels(endpoint, str(status)).inc()
 
-    def ran(self, run: PromptRun, endpoint: str) -> None:
+    def count_run(self, run: PromptRun, endpoint: str) -> None:
         tokens = sum(choice.tokens for choice in run.choices)
         self._generated.labels(endpoint).inc(tokens)
         cost = run.cost

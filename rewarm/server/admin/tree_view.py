@@ -29,7 +29,7 @@ LABELS = 200
 
 
 @dataclass(frozen=True)
-class Wish:
+class TreeQuery:
     """The part of the tree that is asked for."""
 
     root: str | None = None
@@ -53,9 +53,9 @@ class TreeView:
         self._next = 0.0
         self._words: dict[str, Label] = {}
 
-    def tag(self, wish: Wish) -> str:
+    def tag(self, query: TreeQuery) -> str:
         """A tag of a reply, which stays the same for as long as the reply does."""
-        return f"{hash((self._version, wish)) & (1 << 64) - 1:016x}"
+        return f"{hash((self._version, query)) & (1 << 64) - 1:016x}"
 
     def forget(self) -> None:
         """Forget all words: the cache was cleared."""
@@ -78,22 +78,22 @@ class TreeView:
         finally:
             self._lock.release()
 
-    def reply(self, wish: Wish) -> dict[str, Any]:
+    def reply(self, query: TreeQuery) -> dict[str, Any]:
         survey = self._survey
         while survey is None:  # cleared between two looks
             self.refresh()
             survey = self._survey
         root = 0
-        if wish.root is not None:
-            found = survey.find(wish.root)
+        if query.root is not None:
+            found = survey.find(query.root)
             if found is None:
                 raise ApiError(
                     404,
-                    f"root={wish.root}: there is no such span any more; leave it out for the whole "
-                    "tree",
+                    f"root={query.root}: there is no such span any more; leave it out for the "
+                    "whole tree",
                 )
             root = found
-        page = _Page(survey, root, wish, self.cache, self.labels, self._words)
+        page = _Page(survey, root, query, self.cache, self.labels, self._words)
         body = page.body()
         if page.words:
             self._words = page.words
@@ -106,7 +106,7 @@ class _Page:
 
     survey: Survey
     root: int
-    wish: Wish
+    query: TreeQuery
     cache: PrefixCache
     labels: Labels
     known: dict[str, Label]
@@ -120,7 +120,7 @@ class _Page:
     def body(self) -> dict[str, Any]:
         survey = self.survey
         self._choose()
-        namespace = self.cache.namespace(self.wish.salt)
+        namespace = self.cache.namespace(self.query.salt)
         own = {row: name == namespace for row, name in survey.owners.items()}
         yours = {self.root: survey.owner(self.root) == namespace}
         lit = self._last_use([row for row, mine in own.items() if mine])
@@ -145,12 +145,12 @@ class _Page:
 
         def put(above: int, place: int, depth: int) -> None:
             siblings = survey.children(above)
-            if place < len(siblings) and depth <= self.wish.depth:
+            if place < len(siblings) and depth <= self.query.depth:
                 row = int(siblings[place])
                 heapq.heappush(queue, (-int(tokens[row]), row, place, depth))
 
-        put(self.root, self.wish.offset, 1)
-        while queue and len(self._rows) < self.wish.limit:
+        put(self.root, self.query.offset, 1)
+        while queue and len(self._rows) < self.query.limit:
             _, row, place, depth = heapq.heappop(queue)
             above = int(parent[row])
             self._rows.append(row)
@@ -184,7 +184,7 @@ class _Page:
     def _merged(self) -> Iterator[dict[str, Any]]:
         """Children that are not in the reply, together, for each place that has some."""
         for row in [self.root, *self._rows]:
-            first = self._taken[row] + (self.wish.offset if row == self.root else 0)
+            first = self._taken[row] + (self.query.offset if row == self.root else 0)
             rest = self.survey.children(row)[first:]
             if len(rest):
                 yield {

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rewarm.prompt.messages import Part, Said, assistant_message
+from rewarm.prompt.messages import AnswerParts, Part, assistant_message
 from rewarm.values import Message
 
 from ..errors import bad_request
@@ -133,7 +133,7 @@ def message_of(blocks: Sequence[ContentBlock]) -> Message:
     return assistant_message(text, thought, calls)
 
 
-def returned(answer: Said) -> Message:
+def returned(answer: AnswerParts) -> Message:
     """The message that the blocks of a delivered answer are when they come back."""
     return message_of([ContentBlock.model_validate(b) for b in content_blocks(answer.parts)])
 

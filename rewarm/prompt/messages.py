@@ -5,7 +5,7 @@ Nothing here imports a model library."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rewarm.errors import InvalidPrompt
@@ -163,11 +163,6 @@ def _arguments(given: Any) -> Any:
     return parsed if isinstance(parsed, dict) else given
 
 
-Rewording = Callable[[list[Message]], list[Message]]
-"""A function that says the same chat in another way, for a template that refuses the first. It
-changes only what such a template refuses, so that the rest is rendered as in earlier turns."""
-
-
 def system_for_developer(chat: list[Message]) -> list[Message]:
     return [{**m, "role": "system"} if m["role"] == "developer" else m for m in chat]
 
@@ -195,11 +190,13 @@ def _words_into_thinking(message: Message) -> Message:
 
 
 def rewordings(chat: list[Message]) -> list[list[Message]]:
-    """The chat as it is, then the other ways to say it that differ from the way before them."""
+    """The chat as it is, then other ways to say it, for a template that refuses the way before.
+
+    Each changes only what such a template refuses, so that the rest is rendered as in earlier
+    turns. To add one, write a function such as `one_system` and list it here."""
     ways = [chat]
-    steps: tuple[Rewording, ...] = (words_into_thinking, system_for_developer, one_system)
-    for step in steps:
-        other = step(ways[-1])
+    for reworded in (words_into_thinking, system_for_developer, one_system):
+        other = reworded(ways[-1])
         if other != ways[-1]:
             ways.append(other)
     return ways

@@ -3,8 +3,9 @@
 To add an API, write a folder with two modules. `parse.py` has a `RequestBody` for each endpoint,
 which reads a body into a `ParsedRequest`; it imports no model library. `reply.py` has a `Dialect`
 for each endpoint, which names that request and writes the reply: whole, as a stream, or as an
-error. Then add the dialects to `DIALECTS` in `app.py`. Routes, the OpenAPI schema, the log and the
-metrics follow from that.
+error. Then add the dialects to `DIALECTS` in `app.py`: routes, the OpenAPI schema, the log and the
+metrics follow from that. `POST /v1/cache/explain` takes the bodies of all APIs, and
+`parse_explained` in `app.py` tells them apart.
 """
 
 from __future__ import annotations

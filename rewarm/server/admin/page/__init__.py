@@ -9,14 +9,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-FOLDER = Path(__file__).parent
 KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-FILES = {file.name: file for file in sorted(FOLDER.iterdir()) if file.suffix in KINDS}
+FILES = {
+    file.name: file.read_bytes()
+    for file in sorted(Path(__file__).parent.iterdir())
+    if file.suffix in KINDS
+}
+TAGS = {name: f'"{hashlib.sha256(body).hexdigest()[:16]}"' for name, body in FILES.items()}
 
 HEADERS = {
     # Nothing from elsewhere and nothing inline, so that text of a model cannot run as a script.
@@ -30,18 +34,14 @@ HEADERS = {
 }
 
 
-SERVED = {name: file.read_bytes() for name, file in FILES.items()}
-TAGS = {name: f'"{hashlib.sha256(body).hexdigest()[:16]}"' for name, body in SERVED.items()}
-
-
 async def send(request: Request) -> Response:
     """Send a file of the page."""
     name = request.url.path.rpartition("/")[2] or "index.html"
     headers = {**HEADERS, "ETag": TAGS[name]}
     if request.headers.get("if-none-match") == TAGS[name]:
         return Response(status_code=304, headers=headers)
-    headers["Content-Type"] = KINDS[FILES[name].suffix]
-    return Response(SERVED[name], headers=headers)
+    headers["Content-Type"] = KINDS[Path(name).suffix]
+    return Response(FILES[name], headers=headers)
 
 
 ROUTES = [

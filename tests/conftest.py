@@ -17,6 +17,7 @@ from importlib import import_module
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis
+import pytest
 
 from rewarm import accel
 from rewarm.accel import cpu, replacement
@@ -37,3 +38,8 @@ from .sets import (  # noqa: E402, F401
 hypothesis.settings.register_profile("test", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000, database=None)
 hypothesis.settings.load_profile("soak" if SOAK else "test")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the long tests: one that came last would run while other workers are idle."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)

@@ -15,7 +15,8 @@ def ran(tmp_path: Path, body: str, **variables: str) -> str:
     (tmp_path / "test_it.py").write_text("import pytest\n" + body)
     command = [sys.executable, "-m", "pytest", "-p", "tests.sets", "-p", "no:cacheprovider", "-rA"]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("REWARM_", "PYTEST_"))}
-    env = {**inherited, "PYTHONPATH": str(ROOT), **variables}
+    quick = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env = {**inherited, **quick, **variables}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     return done.stdout.splitlines()[-1] + done.stdout
 

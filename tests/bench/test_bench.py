@@ -26,6 +26,7 @@ from rewarm.bench.traces import Trace, TraceRequest, read
 from rewarm.cli.app import app
 from rewarm.errors import InvalidOption
 from tests import corpus
+from tests.sets import SOAK
 
 ATTENTION = Profile("attention", 1000, 0, 0, 0, 2e9, 1e5, 0)
 HYBRID = Profile("hybrid", 1000, 0, 0, 200_000, 2e9, 1e5, 0)
@@ -180,7 +181,7 @@ def test_the_policy_keeps_a_round_that_lru_loses() -> None:
 
 
 @pytest.mark.corpus
-@pytest.mark.parametrize("memory", [8, 16])
+@pytest.mark.parametrize("memory", [8, 16] if SOAK or corpus.RECORDED else [16])
 def test_a_third_of_what_lru_misses_is_hit_on_coding_agents(memory: int, tmp_path: Path) -> None:
     """Six coding agents at once, a prompt of 3 GB each; where they are generated, on average over
     three times six."""

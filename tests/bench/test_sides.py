@@ -18,6 +18,7 @@ from rewarm.bench.result import Result
 from rewarm.bench.sides import command, other
 from rewarm.cli.app import app
 from rewarm.errors import InvalidOption, NotReady
+from tests.sets import SOAK
 
 # Answers every chat with one word, knows one model by its name only, and keeps to itself what it
 # had cached. It notes its process, and a line for each request.
@@ -146,7 +147,7 @@ def test_a_peer_that_never_answers_is_given_up_and_stopped(
 
 @pytest.mark.parametrize(
     ("scenario", "number"),
-    [("chat", signal.SIGINT), ("burst", signal.SIGINT), ("branch", signal.SIGTERM)],
+    [("chat", signal.SIGINT), ("branch", signal.SIGTERM), *[("burst", signal.SIGINT)] * SOAK],
 )
 def test_ctrl_c_keeps_what_is_done_and_stops_the_servers(
     scenario: str, number: signal.Signals, tmp_path: Path

@@ -161,7 +161,7 @@ def test_every_change_of_a_leaf_is_another_identity(name: str) -> None:
     before = identity(model)
     for kind, changes in leaves_of(model, rng).items():
         assert changes, kind
-        for change in changes if SOAK else rng.sample(changes, min(2, len(changes))):
+        for change in changes if SOAK else rng.sample(changes, 1):
             back = change()
             assert identity(model) != before, kind
             back()

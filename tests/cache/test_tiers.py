@@ -23,7 +23,7 @@ from rewarm.cache.tiers.seal import LABEL, Piece, Unsealer
 from rewarm.values import Match
 from tests import zoo
 from tests.cache.hostile_tier import HostileTier, Vice
-from tests.cache.test_programs import CASES, Programs, run_programs
+from tests.cache.test_programs import STORED_CASES, Programs, run_programs
 from tests.runs import CHUNK, Prompt, cold, divergence, joined, prompt, run
 
 ARCHITECTURES = ("llama", "qwen3_5", "gpt_oss", "mamba", "deepseek_v3", "recurrent_gemma")
@@ -115,7 +115,7 @@ class ProgramsOverATier(Programs):
     """The same with a tier that has all vices by turns, and with caches that are thrown away."""
 
     from_tier: ClassVar[int]
-    examples = 6
+    examples = 5
 
     def make_cache(self, **options: Any) -> PrefixCache:
         if not hasattr(self, "tier"):
@@ -142,7 +142,7 @@ class ProgramsOverATier(Programs):
         self.cache = self.make_cache()
 
 
-@pytest.mark.parametrize(("name", "reuse"), CASES)
+@pytest.mark.parametrize(("name", "reuse"), STORED_CASES)
 def test_random_programs_over_a_hostile_tier_compute_what_a_cold_run_computes(
     name: str, reuse: str
 ) -> None:

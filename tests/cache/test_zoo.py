@@ -20,6 +20,7 @@ from rewarm.cache import PrefixCache
 from rewarm.values import Boundary
 from tests import zoo
 from tests.runs import CHUNK, Prompt, Ran, cold, divergence, joined, prompt, run
+from tests.sets import SOAK
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, kept rows": ("qwen3", {"max_kv_size": 48}),
@@ -93,7 +94,11 @@ def check(model: Any, cache: PrefixCache, compare: Compare, *, decode: int) -> d
     """Run the programme, then evict nearly everything, and run it again."""
     resumed: dict[str, int] = {}
     prompts = programme(zoo.VOCABULARY)
-    expected = {n: cold(model, p, decode=decode, like=cache) for n, p in prompts.items()}
+    alone: dict[bytes, Ran] = {}
+    for tokens in prompts.values():
+        if tokens.tobytes() not in alone:
+            alone[tokens.tobytes()] = cold(model, tokens, decode=decode, like=cache)
+    expected = {name: alone[tokens.tobytes()] for name, tokens in prompts.items()}
     for name, tokens in prompts.items():
         got = run(model, cache, tokens, decode=decode)
         compare(name, got, expected[name])
@@ -104,7 +109,7 @@ def check(model: Any, cache: PrefixCache, compare: Compare, *, decode: int) -> d
     cache.verify()
     assert cache.stats().evictions
     cache.memory.ledger.budget = 64_000_000
-    for name, tokens in prompts.items():
+    for name, tokens in list(prompts.items())[0 if SOAK else 4 :]:
         got = run(model, cache, tokens, decode=decode)
         compare(f"{name}, evicted", got, expected[name])
         cache.verify()
@@ -149,7 +154,7 @@ def test_fast_reuse_gives_the_answer_of_a_cold_run(name: str) -> None:
         assert divergence(expected.logits, got.logits) <= 1e-5, step
         assert got.tokens == expected.tokens, step
 
-    resumed = check(model, cache, compare, decode=4)
+    resumed = check(model, cache, compare, decode=4 if SOAK else 2)
     junction = 101 if not cache.layout.has_state else 0
     assert resumed == {
         "first": 0,

@@ -38,7 +38,7 @@ def waiting() -> Iterator[Generator]:
 def turning() -> Iterator[Generator]:
     model = tiny_model()
     loaded = EngineParts(model, tool_tokenizer(), PrefixCache(model, memory="64MB", chunk=64))
-    core = Core(loaded, EngineOptions(max_batch=1))
+    core = Core(loaded, EngineOptions(max_batch=2))
     yield Generator(core, CallerPump(core))
     core.close()
 

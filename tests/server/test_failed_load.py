@@ -19,6 +19,7 @@ import rewarm
 from rewarm.errors import CannotLoad
 from tests import tiny
 from tests.cli.test_cli import rewarm_cli
+from tests.sets import SOAK
 
 Break = Callable[[Path], None]
 
@@ -126,17 +127,22 @@ def test_the_same_model_loads_when_nothing_is_broken(folder: Path) -> None:
     assert tokenizer.encode("Hello world")
 
 
+ENDS_A_PROGRAM: list[tuple[Break, str]] = [
+    (without("*token*"), "has no tokenizer"),
+    (heads_that_do_not_divide, "it fails when it is run"),
+    (saying(num_hidden_layers=10**6), "num_hidden_layers = 1,000,000"),
+    (saying(hidden_size=10**9), "Expected shape"),
+    (cut, "model.safetensors cannot be read"),
+]
+
+
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("command", "damage", "says"),
     [
-        (without("*token*"), "has no tokenizer"),
-        (saying(num_hidden_layers=10**6), "num_hidden_layers = 1,000,000"),
-        (saying(hidden_size=10**9), "Expected shape"),
-        (heads_that_do_not_divide, "it fails when it is run"),
-        (cut, "model.safetensors cannot be read"),
+        *[("serve", *each) for each in ENDS_A_PROGRAM],
+        *[("chat", *each) for each in ENDS_A_PROGRAM[: 5 if SOAK else 2]],
     ],
 )
-@pytest.mark.parametrize("command", ["serve", "chat"])
 def test_the_program_ends_with_a_sentence(
     command: str, damage: Break, says: str, folder: Path
 ) -> None:

@@ -323,6 +323,7 @@ def test_a_server_that_still_loads_says_so() -> None:
         assert "rewarm_ready 0.0" in http.get("/metrics").text
 
 
+@pytest.mark.long
 def test_the_schema_is_true(tmp_path: Path) -> None:
     """Requests made from the schema, right and wrong ones: no 500, and every reply as declared."""
     pytest.importorskip("schemathesis")

@@ -174,6 +174,7 @@ def test_agents_with_tools_replayed_turn_by_turn(tokenizer: Any) -> None:
         assert work.amplification <= 1.10
 
 
+@pytest.mark.long
 def test_with_warm_ahead_a_turn_computes_its_own_new_message(tokenizer: Any) -> None:
     with counting(tokenizer) as work:
         messages: list[dict[str, Any]] = [{"role": "system", "content": text(80)}]

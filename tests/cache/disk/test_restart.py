@@ -34,7 +34,7 @@ from .stores import processes
 
 # A chat, and a restart before its next turn
 
-TURNS = 40
+TURNS = 40 if SOAK else 12
 CHATS = ("pocket", "nemotron_h", "gpt_oss", "llama")
 
 
@@ -162,6 +162,7 @@ def run_and_kill(folder: Path, seed: int) -> Left:
         return left
 
 
+@pytest.mark.long
 def test_a_kill_loses_nothing_flushed_and_serves_nothing_wrong(tmp_path: Path) -> None:
     model = zoo.tiny("qwen3_5")
     flushed = hits = 0

@@ -26,7 +26,7 @@ def test_the_limit_is_kept_at_every_moment(name: str, limit: int, tmp_path: Path
     cache = cache_on(tmp_path, model, memory="1MB", disk_size=str(limit))
     seed = 0
     with Watch(tmp_path) as watch:
-        while disk_of(cache).writer.written < (10 if SOAK else 3) * limit:
+        while disk_of(cache).writer.written < (10 if SOAK else 2) * limit:
             run(model, cache, prompt(200, seed, vocabulary))
             seed += 1
             if seed % 3 == 0:

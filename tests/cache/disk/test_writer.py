@@ -75,7 +75,8 @@ def test_a_disk_that_never_takes_anything_stops_nobody(
     cache.close()
 
 
-def test_a_flush_ends_though_others_go_on(tmp_path: Path) -> None:
+def test_a_flush_ends_though_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "REST", 0.0)
     model, vocabulary = zoo.tiny("llama"), zoo.vocabulary("llama")
     cache = cache_on(tmp_path, model)
     run(model, cache, prompt(60, 0, vocabulary))

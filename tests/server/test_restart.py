@@ -15,13 +15,23 @@ from typing import Any
 import httpx
 import pytest
 
+QUIET = (0.1, 0.5)
+"""Seconds without a request after which the engine has things written: first what is sure to be
+asked for again, then all."""
+IMPATIENT = f"""
+from rewarm.engine import engine
+engine.QUIET = {QUIET}
+from rewarm.cli.app import main
+main()
+"""
+
 
 @contextmanager
 def served(folder: Path, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     with log.open("w") as out:
         arguments = ("serve", "--port", "0", "--disk", str(folder))
         server = subprocess.Popen(
-            [sys.executable, "-m", "rewarm", *arguments], stdout=out, stderr=out
+            [sys.executable, "-c", IMPATIENT, *arguments], stdout=out, stderr=out
         )
         try:
             while (url := re.search(r"http://127.0.0.1:\d+", log.read_text())) is None:
@@ -66,8 +76,8 @@ def test_a_server_goes_on_where_the_last_one_was(way: str, tmp_path: Path) -> No
 def wait_until_idle_work_is_done(folder: Path) -> None:
     """Until nothing has been written for longer than idle work waits."""
     last, since = -1, time.monotonic()
-    while time.monotonic() - since < 12:
+    while time.monotonic() - since < 4 * QUIET[-1]:
         files = len(list(folder.rglob("*.safetensors")))
         if files != last:
             last, since = files, time.monotonic()
-        time.sleep(0.2)
+        time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Chats to put through the corpus's templates, and its tokenizers as mlx-lm loads them."""
+"""Make chats for the corpus's templates, and its tokenizers as mlx-lm loads them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _wrapped(name: str) -> TokenizerWrapper:
 
 
 def tokenizer_of(name: str, template: str | None = None) -> TokenizerWrapper:
-    """One of TOKENIZERS, with a template by name or with its own. The last call counts for all."""
+    """Return one of TOKENIZERS with a template, by name or its own. All calls give one object."""
     wrapper = _wrapped(name)
     if template is not None:
         wrapper.chat_template = corpus.template(template)

@@ -1,4 +1,4 @@
-"""An engine under test, and a sink that collects what it answers."""
+"""Engines under test, and a sink that collects their answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE = 120.0
 
 
 class Collected:
-    """What came back for one request."""
+    """A sink that keeps all that it is told of one request."""
 
     def __init__(self, on_token: Callable[[Sampled], bool] | None = None) -> None:
         self.sampled: dict[int, list[Sampled]] = {}
@@ -129,7 +129,7 @@ def burst(server: Engine, prompts: list[Any], **options: Any) -> list[Collected]
 
 
 def settled(server: Engine) -> None:
-    """Until warm-ahead is done."""
+    """Wait until warm-ahead is done."""
     until = time.monotonic() + PATIENCE
     while server.core.stats().warm_waiting:
         assert time.monotonic() < until, "warm-ahead never ended"
@@ -137,7 +137,7 @@ def settled(server: Engine) -> None:
 
 
 class ScriptedEngine(Engine):
-    """The real engine with the real model; where there is a script, its tokens are forced."""
+    """The real engine with the real model. Where there is a `script`, it is the answer."""
 
     script: str | None = None
     requests: list[Request]

@@ -1,4 +1,4 @@
-"""The memory that is active beyond what a tree holds."""
+"""Measure the memory that is active beyond what a tree holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def payload_bytes(cache: PrefixCache) -> int:
 
 
 class Surplus:
-    """Active memory beyond what the tree holds, since this was made."""
+    """The growth of active memory beyond what the tree holds, since this was made."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
@@ -33,7 +33,7 @@ class Surplus:
         return mx.get_active_memory() - payload_bytes(self._cache) - self._before
 
     def left_over_after_its_turn(self) -> int:
-        """A sink hears of the end of a request before the engine's last turn has returned."""
+        """Wait for the engine's last turn, which returns after the sink hears of the end."""
         deadline = time.monotonic() + 5
         while self.left_over() > COMPILED and time.monotonic() < deadline:
             time.sleep(0.01)

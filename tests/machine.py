@@ -1,4 +1,4 @@
-"""A machine that other users are on: processes that have a home and a compiler of their own."""
+"""Processes that have a home and a compiler of their own, on a machine with other users."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Machine:
         return len(self.log.read_text().splitlines())
 
     def restart(self) -> None:
-        """Temporary files do not outlive it."""
+        """Delete the temporary files, as a restart of a machine does."""
         shutil.rmtree(self.shared)
         self.shared.mkdir()
         self.shared.chmod(0o1777)

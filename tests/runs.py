@@ -62,7 +62,7 @@ def advance(model: Any, cache: PrefixCache, lease: Lease, cuts: int | None = Non
 
 
 def finish(model: Any, lease: Lease) -> Logits:
-    """The logits after the last prompt token."""
+    """Compute the logits after the last prompt token."""
     out = model(mx.array(lease.tokens[lease.position :])[None], cache=lease.caches)
     return np.array(out[0, -1].astype(mx.float32))
 
@@ -84,7 +84,7 @@ def run(model: Any, cache: PrefixCache, tokens: Prompt, *, decode: int = 0, **op
 
 
 def cold(model: Any, tokens: Prompt, *, decode: int = 0, like: PrefixCache, **options: Any) -> Ran:
-    """The same prompt on a cache that holds nothing."""
+    """Run the same prompt on a cache that holds nothing."""
     empty = empty_cache(model, like)
     empty.clear(give_back=False)
     return run(model, empty, tokens, decode=decode, **options)
@@ -92,14 +92,14 @@ def cold(model: Any, tokens: Prompt, *, decode: int = 0, like: PrefixCache, **op
 
 @lru_cache(maxsize=1)
 def empty_cache(model: Any, like: PrefixCache) -> PrefixCache:
-    """A cache of the same form. To make one takes longer than many a prompt."""
+    """Make a cache of the same form, once: that takes longer than a short prompt."""
     return PrefixCache(
         model, memory="64MB", reuse=like.reuse, chunk=like.chunk, make_cache=like.blank
     )
 
 
 def divergence(a: Logits, b: Logits) -> float:
-    """Kullback-Leibler, in double precision."""
+    """The Kullback-Leibler divergence, in double precision."""
     x, y = a.astype(np.float64), b.astype(np.float64)
     x, y = (v - v.max() for v in (x, y))
     p, q = (v - np.log(np.exp(v).sum()) for v in (x, y))

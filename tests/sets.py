@@ -1,4 +1,4 @@
-"""The reasons for which a test may be skipped; any other skip fails its test, and names itself.
+"""Name the reasons for which a test may be skipped: any other skip fails its test.
 
 A reason stands with what must be true of this machine for it. So a test that is skipped for want of
 a GPU fails where there is one, and one that needs a recorded file fails where the files must be.
@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 SOAK = os.environ.get("REWARM_SOAK") == "1"
-"""Whether each test runs its whole range instead of a sample: `make soak`."""
+"""True in `make soak`: each test runs its whole range instead of a sample."""
 
 RECORDED = os.environ.get("REWARM_CORPUS") == "recorded"
-"""Whether the inputs are those that others recorded: `make integration`."""
+"""True in `make integration`: the inputs are those that others recorded."""
 
 FOLDER = Path(os.environ.get("REWARM_SHARED") or Path(__file__).parents[2] / "shared")
 
@@ -72,7 +72,7 @@ EXPECTED: dict[str, Callable[[], bool]] = {
     "got empty parameter set.*": unnamed,
     "the template (does not render|refuses) this chat": lambda: RECORDED,
 }
-"""Reasons as patterns, and whether each holds here."""
+"""Patterns of reasons, each with a function that says if it holds on this machine."""
 
 
 def is_expected(reason: str) -> bool:
@@ -80,7 +80,7 @@ def is_expected(reason: str) -> bool:
 
 
 def shared(path: str) -> Path:
-    """A recorded file. Where their folder is named it must be there, else the test is skipped."""
+    """Find a recorded file. Where REWARM_SHARED names the folder, the file must be there."""
     if not RECORDED:
         pytest.fail(f"{path} lies beside the repository: only `make integration` may read it")
     found = FOLDER / path

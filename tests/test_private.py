@@ -13,7 +13,7 @@ from rewarm.errors import NotPrivate
 from rewarm.private import check_file, check_folder, private_folder
 
 NOBODY = 65534
-"""A user that is not us, and owns nothing."""
+"""The id of another user, who owns nothing."""
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
 

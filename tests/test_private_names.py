@@ -1,4 +1,4 @@
-"""A test touches what is private in Rewarm in its own room's folder only."""
+"""A test touches private names of Rewarm in its own room's folder only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "rewarm"
 
 FREE = {"_replace", "_asdict", "_fields", "_make"}
-"""What a named tuple offers under such names."""
+"""The public methods of named tuples, whose names begin with an underscore."""
 
 
 def is_private(name: str) -> bool:
@@ -21,7 +21,7 @@ def is_private(name: str) -> bool:
 
 
 def assigned(tree: ast.AST) -> Iterator[str]:
-    """Every private name that a module defines: attributes, functions, classes and values."""
+    """Find every private name that a module defines: attributes, functions, classes and values."""
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
@@ -35,7 +35,7 @@ def assigned(tree: ast.AST) -> Iterator[str]:
 
 
 def touched(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Every private name that a test reads of something else than its own `self`, and the line."""
+    """Find every private name that a test reads of anything but its own `self`, with the line."""
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls")):
@@ -52,7 +52,7 @@ def touched(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def rooms() -> dict[str, set[str]]:
-    """The rooms that define a private name."""
+    """Map each private name to the rooms that define it."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in PACKAGE.rglob("*.py"):
         room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -63,7 +63,7 @@ def rooms() -> dict[str, set[str]]:
 
 ROOMS = rooms()
 HELPERS = {name for path in TESTS.glob("*.py") for name in assigned(ast.parse(path.read_text()))}
-"""What the helpers at the top of tests/ define is theirs, even where Rewarm has such a name too."""
+"""Names that the helpers at the top of tests/ define, even where Rewarm has the same ones."""
 FILES = sorted(str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py"))
 
 

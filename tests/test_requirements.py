@@ -1,4 +1,4 @@
-"""What `make` installs is fixed to the byte, and for the Pythons that we name."""
+"""`make` installs packages that are fixed to the byte, for the Pythons that we name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The library way in, on a tiny hybrid model with a template that strips thinking."""
+"""A Session answers on a tiny hybrid model with a template that strips thinking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A skip that nobody expects is a failure, and so is a recorded file that should be there."""
+"""An unexpected skip fails its test, and so does a missing recorded file that must be there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def ran(tmp_path: Path, body: str, **variables: str) -> str:
-    """What pytest says of a module under the rules of tests/sets.py."""
+    """Run a module under the rules of tests/sets.py, and return what pytest printed."""
     (tmp_path / "test_it.py").write_text("import pytest\n" + body)
     command = [sys.executable, "-m", "pytest", "-p", "tests.sets", "-p", "no:cacheprovider", "-rA"]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("REWARM_", "PYTEST_"))}
@@ -66,7 +66,7 @@ def test_recorded_files_are_optional_where_no_folder_is_named(tmp_path: Path) ->
 
 
 def test_make_test_reads_no_recorded_file(tmp_path: Path) -> None:
-    """There a test that asks for one fails, whether it is there or not."""
+    """A test that asks for one fails there, even where the file exists."""
     assert "1 failed" in ran(tmp_path, RECORDED)
     (tmp_path / "there").write_text("")
     body = RECORDED.replace("no/such/file", "there")

@@ -74,7 +74,7 @@ def _config() -> dict[str, Any]:
 
 
 def tiny_model(seed: int = 0) -> Any:
-    """Gated delta-net and attention, 3:1, as in Qwen3.5; half a million parameters."""
+    """Make a model of half a million parameters: gated delta-net and attention, 3:1, as Qwen3.5."""
     mx.random.seed(seed)
     model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(_config()))
     mx.eval(model.parameters())
@@ -86,7 +86,7 @@ def tiny_tokenizer() -> TokenizerWrapper:
 
 
 def tool_tokenizer() -> TokenizerWrapper:
-    """One byte is one token; thinks, and calls tools in JSON."""
+    """Make a tokenizer of bytes whose template has thinking and tool calls in JSON."""
     fast = byte_tokenizer()
     fast.chat_template = TOOL_TEMPLATE
     return TokenizerWrapper(
@@ -98,7 +98,7 @@ def tool_tokenizer() -> TokenizerWrapper:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One byte is one token."""
+    """Make a tokenizer with a token for each byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {byte: i for i, byte in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -111,7 +111,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save(folder: Path) -> None:
-    """As a folder that mlx-lm loads."""
+    """Write the model and the tokenizer as a folder that mlx-lm loads."""
     folder.mkdir()
     byte_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(_config()))

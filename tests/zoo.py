@@ -137,7 +137,7 @@ YARN: Config = {
 }
 
 DYNAMIC_NTK: Config = {"rope_scaling": {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0}}
-"""For `tiny`, with a `max_position_embeddings` that a test's prompts cross."""
+"""Changes for `tiny`: a test adds a `max_position_embeddings` that its prompts cross."""
 
 LAYER_TYPES = {
     "a": "attention",
@@ -161,7 +161,7 @@ def _config(model_type: str, *groups: Config, layers: str = "", **own: Any) -> C
 
 
 def _wrapped(config: Config) -> Config:
-    """As the config of a multimodal model, with the language model's inside."""
+    """Make the config of a multimodal model, with the language model's inside."""
     outer = {key: config[key] for key in ("model_type", "vocab_size")}
     return outer | {"text_config": config}
 
@@ -351,7 +351,7 @@ def vocabulary(name: str) -> int:
 
 
 def tiny(name: str, seed: int = 0, **changes: Any) -> nn.Module:
-    """The model of that name. Seeds MLX's generator: the same seed gives the same weights."""
+    """Make the model of that name. It seeds MLX's generator: the same seed, the same weights."""
     config = deepcopy(ARCHITECTURES[name]) | changes
     model_class, args_class = _get_classes(config)
     mx.random.seed(seed)
@@ -371,7 +371,7 @@ GAINS = ("g_norm.weight", "k_k", "k_a")
 
 
 def _draw(path: str, initial: mx.array) -> mx.array:
-    """A value for one parameter.
+    """Draw a value for one parameter.
 
     Matrices keep the scale of what passes through them. Wider ones would make attention pick few
     tokens and forget the rest; narrower ones would leave nothing but the last token.

@@ -1,4 +1,4 @@
-"""The bench's own arithmetic, its simulator, and a short run of a scenario."""
+"""The bench's arithmetic and its simulator are right, and a short scenario runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WINDOW = Profile("window", 500, 500, 128, 0, 2e9, 5e4, 5e4)
 
 
 def trace_of(*prompts: list[int], block: int = 64, waits: tuple[int, ...] = ()) -> Trace:
-    """Requests with these blocks. Equal numbers must come after equal pasts."""
+    """Make requests with these blocks. Equal numbers must come after equal pasts."""
     return Trace(
         "made",
         [

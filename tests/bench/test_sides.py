@@ -61,7 +61,7 @@ def server(folder: Path) -> tuple[str, Path]:
 
 
 def is_gone(pid: int) -> bool:
-    """Soon: what was killed takes a moment to end."""
+    """Wait for its end: a killed process takes a moment."""
     for _ in range(500):
         stat = Path(f"/proc/{pid}/stat")
         # A zombie is gone; nobody has taken its exit status yet.
@@ -183,7 +183,7 @@ def test_ctrl_c_keeps_what_is_done_and_stops_the_servers(
 
 
 def bench(out: Path, *words: str) -> Result:
-    """A scenario from the command line, on a tiny model."""
+    """Run a scenario from the command line, on a tiny model."""
     more = ["--model", "random:hybrid-tiny", "--json", str(out), "--plot", str(out) + ".svg"]
     done = CliRunner().invoke(app, ["bench", *words, *more])
     assert done.exit_code == 0, done.output

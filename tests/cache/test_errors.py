@@ -1,4 +1,4 @@
-"""What is wrong is said, with the value and the way out; and nothing is lost by it."""
+"""An error names the value and the way out, and nothing is lost by it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_model_with_an_unknown_cache_runs_without_reuse_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Sealed:
-        """Delegates to a real cache, and shows nothing of it."""
+        """A cache class that delegates to a real cache, and shows nothing of it."""
 
         __slots__ = ("_inner",)
 

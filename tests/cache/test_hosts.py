@@ -1,4 +1,4 @@
-"""A machine that others use as well: nothing that we keep is theirs to read, plant or replace.
+"""On a machine that others use, nothing that we keep can be read, planted or replaced by them.
 
 The other user is a real one (65534). Where the tests do not run as root there is none, and those
 that need one are skipped; what a link or a mode can do is tried by anybody.

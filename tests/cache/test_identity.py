@@ -44,7 +44,7 @@ def identity(model: Any) -> str:
 # Every leaf counts.
 
 Change = Callable[[], Callable[[], None]]
-"""Changes one leaf, and returns what changes it back."""
+"""A function that changes one leaf, and returns a function that changes it back."""
 
 
 def changed_plain(value: Any) -> Any:
@@ -97,7 +97,7 @@ def in_array(array: mx.array, rng: random.Random) -> Change:
 
 
 def in_method(kind: type, name: str) -> Change:
-    """Another source for a method: one constant of its code."""
+    """Give a method another source: one more constant of its code."""
 
     def change() -> Callable[[], None]:
         method = vars(kind)[name]
@@ -112,7 +112,7 @@ PLAIN = (bool, int, float, str)
 
 
 def leaves_of(model: nn.Module, rng: random.Random) -> dict[str, list[Change]]:
-    """Whatever a live model computes with, by kind."""
+    """Find all that a live model computes with, by kind."""
     found: dict[str, list[Change]] = {"array": [], "plain": [], "argument": [], "method": []}
     kinds: set[type] = set()
     for module in model.modules():

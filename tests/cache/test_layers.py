@@ -1,4 +1,4 @@
-"""Each layer kind by itself: what is read from a running cache rebuilds one that goes on alike."""
+"""A cache that is rebuilt from what a layer kind reads goes on like the first one."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_ring_after_many_single_steps_gives_back_its_last_rows(keep: int) -> N
 
 
 class WithAttributes:
-    """A cache class that nobody knows, with everything in its attributes."""
+    """A cache class that Rewarm does not know, with everything in its attributes."""
 
     def __init__(self) -> None:
         self.offset = 0
@@ -260,7 +260,7 @@ def test_missing_rows_are_an_error_and_not_a_shorter_cache() -> None:
 
 
 class Foreign:
-    """A cache class that nobody here knows, and that could not be captured as it is."""
+    """A cache class that Rewarm does not know, and cannot capture."""
 
     def __init__(self) -> None:
         self.seen = {"tokens": object()}

@@ -1,4 +1,4 @@
-"""The budget, what is really held, and what goes first."""
+"""The tree keeps to its budget, reports what it really holds, and evicts the right things first."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_prompt_larger_than_the_budget_leaves_a_hybrid_something_to_resume(
 def test_work_per_byte_keeps_windows_with_the_checkpoints_they_serve(
     name: str, share: float
 ) -> None:
-    """Half a checkpoint saves nothing."""
+    """Part of what a checkpoint needs saves nothing."""
     kept = []
     for retention in (WorkPerByte(), LRU()):
         model = zoo.tiny(name)

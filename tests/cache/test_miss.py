@@ -28,7 +28,7 @@ def missed(cache: PrefixCache, tokens: Prompt, **options: Any) -> Miss:
 
 
 def common(a: Prompt, b: Prompt) -> int:
-    """The slow and obvious way."""
+    """Count the equal tokens one by one."""
     n = 0
     while n < min(len(a), len(b)) and a[n] == b[n]:
         n += 1

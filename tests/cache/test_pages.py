@@ -1,4 +1,4 @@
-"""What is copied into running caches lies in new memory: in large pages, and filled once."""
+"""Rows are copied into new memory of a running cache, in large pages, once."""
 
 from __future__ import annotations
 

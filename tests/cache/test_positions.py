@@ -1,4 +1,4 @@
-"""Position modules that turn a token otherwise in a longer sequence: found, and worked around.
+"""A position module that changes with a sequence's length is found, and worked around.
 
 Dynamic NTK is the one that mlx-lm has. Beyond its limit a token's keys depend on where the chunk
 ends that they were computed in: `fast` stores nothing there, `exact` reuses whole chunks as ever.
@@ -30,7 +30,7 @@ LIMIT = 100
 HEADS = 4
 
 RESCALED = ["internlm2", "internlm3", "llama", "qwen3_next", "falcon_h1", "exaone4"]
-"""Rows alone; rows and recurrent state; rows and windows."""
+"""Models with rows alone, with recurrent state, and with windows."""
 
 
 def rescaled(name: str, **changes: Any) -> Any:
@@ -130,7 +130,7 @@ def test_alpha_scaling_has_no_limit() -> None:
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_no_architecture_has_a_limit_by_itself(name: str) -> None:
-    """And finding that out neither runs the model nor changes anything in it."""
+    """To find that out neither runs the model nor changes anything in it."""
     model = zoo.tiny(name)
     before = Description.of(model).text
     cache = PrefixCache(counted := Counted(model), memory="64MB")
@@ -141,7 +141,7 @@ def test_no_architecture_has_a_limit_by_itself(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama4", "qwen3_5", "gemma4_text", "minicpm3"])
 def test_position_modules_are_found_in_real_models(name: str) -> None:
-    """What is not found is not looked at: the test above would pass then, too."""
+    """The test above would pass, too, if no position module was found."""
     found = positions.position_modules(zoo.tiny(name))
     assert found
     assert {type(m).__name__ for m in found} <= {"RoPE", "ProportionalRoPE", "SuScaledRoPE"}
@@ -283,7 +283,7 @@ def test_a_session_answers_as_a_fresh_one_does(name: str) -> None:
 
 
 def test_nobody_waits_for_a_checkpoint_beyond_the_limit() -> None:
-    """A cut there would be one that a run without company does not have."""
+    """A request that runs alone would not have a cut there."""
     cache = PrefixCache(rescaled("internlm2"), memory="64MB", chunk=CHUNK)
     with cache.acquire(prompt(180)) as lease:
         cache.mark(lease, 140)

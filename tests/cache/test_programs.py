@@ -57,7 +57,7 @@ CASES = [
     if (name, reuse) != ("window that keeps", "fast")
 ]
 STORED_CASES = [(name, reuse) for name, reuse in CASES if SOAK or not name.endswith("rescaled")]
-"""Cases for what lies below memory, to which rescaled rows are like others."""
+"""The cases for tiers, to which rescaled rows are like others."""
 
 
 @memoised
@@ -86,7 +86,7 @@ class Programs(RuleBasedStateMachine):
         return PrefixCache(self.model, memory="64MB", reuse=self.reuse, chunk=CHUNK, **options)
 
     def boundaries(self, tokens: Prompt) -> list[Boundary]:
-        """Where messages end: after every multiple of 23, so by the tokens before alone."""
+        """Boundaries after every multiple of 23, so that the tokens before alone decide them."""
         return [Boundary(int(i) + 1, "user") for i in np.flatnonzero(tokens % 23 == 0)]
 
     @rule(
@@ -190,7 +190,7 @@ class Programs(RuleBasedStateMachine):
 
 
 class ProgramsOnDisk(Programs):
-    """The same with a disk tier, and with restarts."""
+    """Random programs with a disk tier and restarts."""
 
     from_disk: ClassVar[int]
     examples = 4

@@ -80,7 +80,7 @@ def test_what_one_request_used_goes_from_its_end_on(profile: Profile) -> None:
 
 
 def check_that_nothing_hides(evictor: Evictor) -> None:
-    """What is filed too low is found and filed again; too high, and it would not be found."""
+    """Check that no item is filed too high: it would not be found."""
     for entry in [entry for filed in evictor._filed.values() for entry in filed.values()]:
         assert entry.node is not None
         if entry.node.parent is not None and entry.what in evictor.appraiser.kinds(entry.node):

@@ -1,4 +1,4 @@
-"""Surveys of the trees, against the trees themselves."""
+"""A survey shows what the trees hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ prompts = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), max_siz
 
 
 def weighed(start: int, stop: int) -> Span:
-    """A byte for every token: shares of it are whole."""
+    """A payload with one byte for each token."""
     return Span(start, stop, nbytes=stop - start)
 
 

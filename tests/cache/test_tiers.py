@@ -1,4 +1,4 @@
-"""What lies below memory may be slow, lose things and lie: no answer changes, and nobody waits."""
+"""A tier may be slow, lose things and lie: no answer changes, and no request waits for it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_whatever_a_tier_does_no_answer_changes(name: str, vice: Vice, reuse: st
 
 
 def believing(unsealer: Unsealer, arrays: Sealed) -> Piece:
-    """What it would be to take every payload for what was asked for."""
+    """Take every payload for what was asked for, without a look at its seal."""
     label = json.loads(arrays[LABEL].tobytes())
     unpack = seal.unpack_state if label["what"] == "state" else seal.unpack_rows
     ends = [(stop, origin) for stop, origin in label["ends"]]
@@ -112,7 +112,7 @@ def test_without_the_seal_every_lie_changes_an_answer(
 
 
 class ProgramsOverATier(Programs):
-    """The same with a tier that has all vices by turns, and with caches that are thrown away."""
+    """Random programs with a tier that has all vices by turns, and with caches that are closed."""
 
     from_tier: ClassVar[int]
     examples = 5
@@ -154,7 +154,7 @@ def test_random_programs_over_a_hostile_tier_compute_what_a_cold_run_computes(
 
 
 class Gate(HostileTier):
-    """Gives nothing until it is opened."""
+    """A tier that gives nothing until it is opened."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trained models: Pocket, which is built in, and tiny ones that others published."""
+"""A hit changes no answer of trained models: Pocket, and tiny ones that others published."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from rewarm.cache.tree import WIDTH, Checkpoint, ChunkTree, Node, Tree, agreemen
 
 @dataclass(frozen=True)
 class Span:
-    """A payload that only knows where it is."""
+    """A payload that has only a place."""
 
     start: int
     stop: int

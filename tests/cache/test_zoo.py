@@ -91,7 +91,7 @@ Compare = Callable[[str, Ran, Ran], None]
 
 
 def check(model: Any, cache: PrefixCache, compare: Compare, *, decode: int) -> dict[str, int]:
-    """Run the programme, then evict nearly everything, and run it again."""
+    """Run the programme, evict most of what is held, and run the programme again."""
     resumed: dict[str, int] = {}
     prompts = programme(zoo.VOCABULARY)
     alone: dict[bytes, Ran] = {}
@@ -185,7 +185,7 @@ def test_exact_resumes_a_chat_at_its_durable_boundaries(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text", "recurrent_gemma", "qwen3, kept rows"])
 def test_exact_keeps_its_bits_over_a_chunk_of_one_token(name: str) -> None:
-    """Such a chunk turns a window's ring in place; a sum in another order has other bits."""
+    """A chunk of one token turns a ring in place: a sum in another order has other bits."""
     model, options = build(name)
     cache = PrefixCache(model, memory="64MB", reuse="exact", chunk=CHUNK, **options)
     for length in (3 * CHUNK + 2, 4 * CHUNK + 2):  # one token after the last cut, and the last
@@ -202,7 +202,7 @@ def test_the_zoo_holds_what_it_must() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_layer_that_could_be_rows_or_window_is_opaque(name: str) -> None:
-    """Stored as opaque, it would resume at checkpoints only and be stored again for each."""
+    """An opaque layer resumes at checkpoints only, and is stored again for each."""
     model, options = build(name)
     cache = PrefixCache(model, memory="64MB", chunk=CHUNK, **options)
     caches = options.get("make_cache", lambda: make_prompt_cache(model))()

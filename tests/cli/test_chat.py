@@ -34,7 +34,7 @@ class Terminal:
         self.type(keys)
 
     def insist(self, keys: str, expected: str) -> None:
-        """Type until it is seen: a key that comes while the line editor starts may be lost."""
+        """Type until it is echoed: a key that comes while the line editor starts may be lost."""
         deadline = time.monotonic() + 60
         while not re.search(expected, self._seen) and time.monotonic() < deadline:
             self.type(keys)

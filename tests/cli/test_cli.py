@@ -1,4 +1,4 @@
-"""The command line, as a program of its own."""
+"""The command line runs as a program of its own."""
 
 from __future__ import annotations
 

@@ -51,14 +51,14 @@ def own_template(tokenizer: str) -> str:
 
 
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """`chatml` or `harmony`, always the same object, with its own template again."""
+    """Return `chatml` or `harmony`: always the same object, with its own template set again."""
     found = recorded.tokenizer(name) if RECORDED else tokenizers.trained(name)
     found.chat_template = own_template(name)
     return found
 
 
 def session_files(folder: Path) -> list[list[Path]]:
-    """Traces of coding agents, six and six; generated ones are written to the folder."""
+    """Find traces of coding agents in groups of six. Generated ones are written to the folder."""
     if RECORDED:
         return [recorded.sessions()]
     return [sessions.write(folder, 6, seed) for seed in range(3)]

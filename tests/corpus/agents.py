@@ -27,7 +27,7 @@ RULES = (Path(__file__).parent / "rules.md").read_text()
 
 
 class _Desk:
-    """One traveller at the desk, and what was said so far."""
+    """One traveller at the desk, with the conversation so far."""
 
     def __init__(self, number: int) -> None:
         self.draw = random.Random(f"ferry {number}")
@@ -147,7 +147,7 @@ class _Desk:
 
 
 def conversation(number: int) -> list[Message]:
-    """The whole conversation of this number; it ends with the traveller's last word."""
+    """Make the whole conversation of this number, up to the traveller's last message."""
     desk = _Desk(number)
     draw = desk.draw
     wish = draw.choice(WISHES).format(

@@ -52,5 +52,5 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 
 def sessions() -> list[Path]:
-    """Six of the sixty sessions of coding agents."""
+    """Take six of the sixty sessions of coding agents."""
     return sorted(shared("traces/claude-code").glob("*.json.gz"))[1::10]

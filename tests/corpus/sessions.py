@@ -21,7 +21,7 @@ Session = dict[str, Any]
 
 
 def _around(draw: random.Random, median: float, spread: float) -> float:
-    """A number of a log-normal distribution: a third is beyond a factor of e^spread either way."""
+    """Draw from a log-normal distribution: a third lies beyond a factor of e^spread either way."""
     return median * math.exp(draw.gauss(0, spread))
 
 

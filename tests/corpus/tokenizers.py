@@ -1,4 +1,4 @@
-"""Train two small tokenizers of the kinds that chat models have, in a moment and always the same.
+"""Train two small tokenizers of the kinds that chat models have. They are always the same.
 
 Both are BPE over bytes. Like those of real models they merge across the edges that a template
 draws: a word with the space or the bracket before it, a full stop with the newlines after it.
@@ -31,7 +31,7 @@ ADDED = {
     ),
     "harmony": (),
 }
-"""Tokens that stand for a text of their own, but are part of what a model says."""
+"""Added tokens that are part of a model's answer, such as tags of thinking."""
 
 SPLITS = {
     # A word takes whatever one character stands before it along; a number is digit by digit.
@@ -58,7 +58,7 @@ def _texts() -> Iterator[str]:
 
 @cache
 def trained(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of this name, `chatml` or `harmony`, without a template."""
+    """Train the tokenizer of this name, `chatml` or `harmony`, without a template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = NFC() if name == "chatml" else None
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,4 +1,4 @@
-"""Sequences that are decoded together, and models that cannot be."""
+"""Sequences are decoded together where the model allows it, and one at a time elsewhere."""
 
 from __future__ import annotations
 

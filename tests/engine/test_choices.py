@@ -1,4 +1,4 @@
-"""How tokens are chosen: seeds, penalties, log probabilities, several answers."""
+"""Tokens are chosen by seeds, penalties and biases, and told with their log probabilities."""
 
 from __future__ import annotations
 

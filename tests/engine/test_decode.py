@@ -35,7 +35,7 @@ AFTER = 40 if SOAK else 4
 
 
 def steps(model: Any, caches: list[Any], tokens: Sequence[Sequence[int]]) -> list[bytes]:
-    """One pass for each entry, which has a token of every sequence. The bits of the logits."""
+    """Make one pass for each entry, with a token of every sequence. Return the logits' bits."""
     bits = []
     for each in tokens:
         logits = model(mx.array(each)[:, None], cache=caches)
@@ -56,7 +56,7 @@ def prefilled(model: Any, blank: Any, tokens: Prompt) -> list[Any]:
 
 
 def bits(caches: list[Any]) -> list[Any]:
-    """All that a prompt cache holds below its length, and where it stands."""
+    """Read all that a prompt cache holds below its length, and its position."""
     found = []
     for leaf in leaves(caches):
         for name, value in sorted(vars(leaf).items()):
@@ -86,7 +86,7 @@ def raw(array: mx.array) -> bytes:
 
 
 def assert_takes_back(model: Any, make: Any, width: int, at_once: bool) -> None:
-    """`make` gives the same caches twice."""
+    """Compare caches that took tokens back with others that never had them."""
     expected, caches = make(), make()
     own = junk(width, 3)
     assert steps(model, expected, own) == steps(model, caches, own)
@@ -142,7 +142,7 @@ def test_what_is_taken_back_leaves_no_bit_in_a_merged_batch(name: str) -> None:
 
 
 class Guesses(Batch):
-    """Gives up to three tokens in a step, appends junk before each, and takes that back."""
+    """A decoder that gives three tokens in a step, and takes back junk that it appends to each."""
 
     most: ClassVar[int] = 3
 
@@ -175,7 +175,7 @@ class Guesses(Batch):
 
 
 def answers(model: Any, decoder: type[Batch], together: bool) -> tuple[list[Any], list[Any]]:
-    """What requests are answered, and what goes on from what they left in the tree."""
+    """Return what requests are answered, and what prompts that extend them are answered."""
     cache = PrefixCache(model, memory="64MB", chunk=32)
     core = Core(EngineParts(model, None, cache), EngineOptions(max_batch=4), decoder=decoder)
     sinks = []

@@ -1,4 +1,4 @@
-"""The engine on real models: shared prefill, batches, turns, cancels, failures, warm-ahead."""
+"""The engine on real models: shared prefill, turns, cancels, limits, its start and end."""
 
 from __future__ import annotations
 

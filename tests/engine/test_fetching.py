@@ -1,4 +1,4 @@
-"""What lies below memory is fetched while others go on, and computed where that is faster."""
+"""State below memory is fetched while others go on, and computed where that is faster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = ["llama", "qwen3_5", "gpt_oss"]
 
 @dataclass
 class Held:
-    """Fetches whose end the engine does not hear of until a test lets it."""
+    """Fetches that the engine hears the end of only when a test lets it."""
 
     asked: list[Fetch] = field(default_factory=list)
     """Those that an engine began. The cache begins others by itself, and ends them."""
@@ -93,7 +93,7 @@ def ask(core: Core, tokens: Prompt, max_tokens: int = 6) -> tuple[Request, Colle
 
 
 def settle(core: Core) -> None:
-    """Turn it until there is nothing that it could do by itself."""
+    """Turn the core until it has nothing left to do by itself."""
     core.turn()
     while core.has_work:
         core.turn()

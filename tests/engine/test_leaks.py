@@ -1,4 +1,4 @@
-"""However a request ends, no array of it outlives it, with the garbage collector switched off."""
+"""No array outlives its request, however that ends, with the garbage collector off."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.runs import prompt
 def test_prompts_are_tried_out_before_anybody_asks(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All that a request runs is compiled then, the restore of a hit too; nothing of it stays."""
+    """The rehearsal compiles all that a request runs, also the restore of a hit. Nothing stays."""
     restored: list[int] = []
     used: weakref.WeakSet[PrefixCache] = weakref.WeakSet()
     built = PrefixCache.acquire

@@ -83,7 +83,7 @@ def made_core(model: Any, folder: Path, *, follows: bool = False) -> Core:
 
 
 class Program:
-    """Does things to a core at random, and remembers the messages of every turn."""
+    """A program that drives a core at random, and remembers the messages of every turn."""
 
     def __init__(self, core: Core, seed: int) -> None:
         self.core = core

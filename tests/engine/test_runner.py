@@ -1,4 +1,4 @@
-"""What the runner holds between two passes, and its free buffers."""
+"""The runner holds little between two passes, and frees buffers in time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_on_cuda_free_buffers_stay_up_to_a_share(
 def test_on_cuda_a_restored_cache_is_as_long_as_one_that_grew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So that it can have the buffer that such a one leaves."""
+    """Then it can reuse the buffer that a grown cache leaves."""
     model = zoo.tiny("llama")
     cache = PrefixCache(model, memory="64MB")
     run(model, cache, prompt(300))

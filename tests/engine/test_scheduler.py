@@ -1,4 +1,4 @@
-"""The policy alone: what is planned for thousands of simulated requests, without a model."""
+"""The scheduler plans thousands of simulated requests, without a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHUNK = 512
 
 
 def job(number: int, length: int, *, head: int = 0, group: int = 0, **options: object) -> Job:
-    """A prompt of which the first `head` tokens are those of its group."""
+    """A prompt that shares its first `head` tokens with its group."""
     tokens = np.arange(length, dtype=np.int32) + 100_000 * (number + 1000)
     tokens[:head] = np.arange(head) + 100_000 * group
     return Job(number, encode(tokens), length - 1, **options)  # type: ignore[arg-type]
@@ -34,13 +34,13 @@ def job(number: int, length: int, *, head: int = 0, group: int = 0, **options: o
 
 @dataclass
 class World:
-    """Carries plans out on nothing: positions move, chunk by chunk."""
+    """It carries plans out without a model: positions move, chunk by chunk."""
 
     scheduler: Scheduler[Job]
     answers: dict[int, int] = field(default_factory=dict)
     """Tokens still to decode."""
     computed: dict[int, int] = field(default_factory=dict)
-    """How far each group's own tokens are known."""
+    """The number of tokens of each group that are known."""
     heads: dict[int, tuple[int, int]] = field(default_factory=dict)
     work: int = 0
     finished: list[int] = field(default_factory=list)
@@ -48,7 +48,7 @@ class World:
     fetches: dict[int, int] = field(default_factory=dict)
     """Turns until lower tiers have answered for a job."""
     prepared: list[Preparation] = field(default_factory=list)
-    """What came before the last plan."""
+    """The messages that came before the last plan."""
 
     def add(self, new: Job, head: int = 0, group: int = 0, answer: int = 8) -> None:
         self.heads[new.id] = (group, head)
@@ -113,7 +113,7 @@ class World:
 
 
 def cuts(start: int, stop: int, marks: Iterable[int] = ()) -> list[Cut]:
-    """Every chunk, and where somebody waits."""
+    """Cut at every chunk, and where another request waits."""
     stops = {*range(start + CHUNK, stop, CHUNK), stop, *(m for m in marks if start < m < stop)}
     return [Cut(each, None) for each in sorted(stops) if each > start]
 
@@ -123,7 +123,7 @@ def scheduler(max_batch: int = 8, room: int = 1 << 60, **options: int) -> Schedu
 
 
 def prefills(plan: Plan) -> set[int]:
-    """Whose prompts a turn works on."""
+    """The requests that a turn works on."""
     return {piece.id for piece in plan.prefill}
 
 

@@ -1,4 +1,4 @@
-"""What comes next is prefilled in idle time."""
+"""The beginning of the next turn is prefilled in idle time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one way from text to text, on an engine with a thread and on one that is turned."""
+"""Text becomes text, on an engine with a thread and on one that the caller turns."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_texts_are_answered_together_or_not_at_all(how: Any) -> None:
 
 @HOWS
 def test_a_generation_that_is_over_is_freed_without_a_collector(how: Any) -> None:
-    """Its runs, its requests and its answers refer to nothing that refers to them."""
+    """Runs, requests and answers are in no cycle of references."""
     with how() as generator:
         gc.collect()
         gc.disable()

@@ -1,4 +1,4 @@
-"""Which message, role and field a token position lies in, on real templates and tokenizers."""
+"""A token position is found in a message, role and field, on all templates and tokenizers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CHANGES: list[tuple[str, Location]] = [
 
 
 def changed(chat: list[dict[str, Any]], words: str) -> list[dict[str, Any]]:
-    """The same chat with other words in place of these."""
+    """Replace these words of the chat by others."""
     other = copy.deepcopy(chat)
     for message in other:
         message["content"] = message["content"].replace(words, "Xylophones abound")

@@ -1,4 +1,4 @@
-"""What Pocket answers through the server is what it answers alone and uncached, and it is right.
+"""Pocket answers through the server as it does alone and uncached, and it is right.
 
 Its right answers depend on the exact prompt, so a state that is not this prompt's shows."""
 
@@ -31,7 +31,7 @@ from tools.pocket.skills import Step, Turn
 ALL = {"lookup": 50, "memory": 30, "arithmetic": 30, "tools": 30, "unknown": 30, "talk": 30}
 ASKED = {skill: count if SOAK else count // 4 for skill, count in ALL.items()}
 RIGHT = {"lookup": 98, "memory": 96, "arithmetic": 95, "tools": 95, "unknown": 95, "talk": 95}
-"""Percent, as its card promises."""
+"""The percentage of right answers that Pocket's card promises."""
 LENGTH = 300
 AT_ONCE = 8
 PER_CONVERSATION = 5
@@ -56,7 +56,7 @@ class Alone:
 
     said: Said
     margin: float
-    """How far the nearest other token was, at the closest of all choices."""
+    """The smallest distance of a chosen token's logprob from the next one's."""
     likeliest: np.ndarray[Any, Any]
     """Logprobs of the first few candidates for each token."""
 
@@ -145,7 +145,7 @@ def alone(pocket: Any, messages: list[Message], tools: list[Any] | None) -> Alon
 
 
 def ranked(logits: mx.array) -> np.ndarray[Any, Any]:
-    """For each token the logprobs of the candidates, the best one first."""
+    """The logprobs of the candidates for each token, the best one first."""
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     return np.sort(np.asarray(logprobs), axis=-1)[:, : -CANDIDATES - 1 : -1]
 
@@ -198,7 +198,7 @@ def over_http(client: openai.OpenAI, asked: Asked) -> Result:
 
 
 def as_sent(messages: list[Message]) -> list[Message]:
-    """With the ids that a client sends, too."""
+    """Add the ids that a client sends."""
     sent: list[Message] = []
     for number, message in enumerate(messages):
         if "tool_calls" in message:
@@ -212,7 +212,7 @@ def as_sent(messages: list[Message]) -> list[Message]:
 
 
 def taken(said: Said) -> Any:
-    """An answer that the evaluation can mark."""
+    """Make an answer that the evaluation can mark."""
     calls = [
         {"type": "function", "function": {"name": name, "arguments": arguments}}
         for name, arguments in said.calls
@@ -263,7 +263,7 @@ def test_answers_in_bursts_are_those_of_single_uncached_runs_and_right(
 
 
 def fill(server: Running) -> None:
-    """Prompts that have nothing to do with the others, until something had to go."""
+    """Send unrelated prompts until something is evicted."""
     with server.client() as client:
         for i in range(5):
             text = f"{i} " + "A word and then another one. " * 120
@@ -274,7 +274,7 @@ def fill(server: Running) -> None:
 
 @pytest.mark.parametrize("layer", [0, 3])
 def test_a_state_of_another_prompt_shows(pocket: Any, server: Running, layer: int) -> None:
-    """What the test above would miss if the answers did not depend on it."""
+    """The negative control of the test above: answers depend on each layer's state."""
     damaged = asked_again(pocket, server, lambda cache: swap_one_layer(cache, layer))
     assert sum(result.differs for result in damaged) > len(damaged) / 2
 
@@ -286,7 +286,7 @@ def test_rows_of_another_prompt_show_as_wrong_answers(pocket: Any, server: Runni
 
 
 def asked_again(pocket: Any, server: Running, damage: Callable[[Any], None]) -> list[Result]:
-    """A second question in conversations whose stored prefixes were damaged after the first."""
+    """Ask a second question in conversations whose stored prefixes were damaged after the first."""
     chats = conversations(pocket.tokenizer, {"lookup": 20, "memory": 20})
     first, second = (with_answers(pocket, (chat[i] for chat in chats)) for i in range(2))
     assert not any(result.differs for result in burst(server, first))
@@ -295,7 +295,7 @@ def asked_again(pocket: Any, server: Running, damage: Callable[[Any], None]) -> 
 
 
 def swap_one_layer(cache: Any, layer: int) -> None:
-    """A recurrent layer's state of each checkpoint in the place of another's."""
+    """Put one recurrent layer's state of each checkpoint in the place of another's."""
     held = [n.checkpoint for n in cache.nodes() if n.checkpoint]
     values = [checkpoint.state.unpack() for checkpoint in held]
     moved = [value[layer] for value in values]
@@ -305,7 +305,7 @@ def swap_one_layer(cache: Any, layer: int) -> None:
 
 
 def swap_rows(cache: Any) -> None:
-    """The attention layers' rows of each node in the place of another's, cut or repeated."""
+    """Put the rows of each node in the place of another's, cut or repeated to its length."""
     nodes = [n for n in cache.nodes() if n.rows]
     others = [joined(node.rows) for node in nodes]
     for node, arrays in zip(nodes, others[1:] + others[:1], strict=True):

@@ -1,4 +1,4 @@
-"""Where a chat's boundaries lie does not depend on the chats that were rendered before it.
+"""A chat's boundaries do not depend on the chats that were rendered before it.
 
 The grid of `exact` is made of boundaries: another grid gives other bits.
 """
@@ -79,7 +79,7 @@ def options_of(tokenizer: Any) -> Options:
 
 
 REFUSE_ALL = ("llama.cpp/fireworks-ai-llama-3-firefunction-v2.jinja",)
-"""Templates that want what only their own servers give."""
+"""Templates that need variables which only their own servers give."""
 
 CASES = tuple(
     {"tools": tools, "every_turn": every_turn}
@@ -124,7 +124,7 @@ def test_an_ordinary_chat_has_the_places_of_a_fresh_renderer_after_odd_ones(
 
 
 def any_chat(seed: random.Random) -> list[Message]:
-    """One of many that share their beginnings."""
+    """Draw one of many chats that share their beginnings."""
     chat = [system(seed.choice(("Answer briefly.", "You keep the harbour.")))]
     for _ in range(seed.randrange(6)):
         thought = {"reasoning_content": "Hm."} if seed.random() < 0.3 else {}

@@ -1,4 +1,4 @@
-"""Where messages end, what comes next begins with, and what an answer is continued from."""
+"""Marks lie where messages end, and `ahead` is how the next turn begins."""
 
 from __future__ import annotations
 

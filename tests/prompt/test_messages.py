@@ -1,4 +1,4 @@
-"""Messages as callers write them: spellings that mean the same, and refusals that say why."""
+"""Messages that mean the same render the same, and a refusal says why."""
 
 from __future__ import annotations
 

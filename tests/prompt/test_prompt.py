@@ -1,4 +1,4 @@
-"""Chats to prompts: the same tokens as the template's, in few renders, each text encoded once."""
+"""A prompt has the same tokens as the template gives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NASTY = (
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokens_are_those_of_the_template(name: str) -> None:
-    """Whatever was rendered before, on every template; contents that look like its markers too."""
+    """On every template, with contents that look like its markers, whatever was rendered before."""
     names = corpus.template_names()
     for template in names[TOKENIZERS.index(name) :: 3] if corpus.RECORDED and not SOAK else names:
         tokenizer = tokenizer_of(name, template)
@@ -143,7 +143,7 @@ def test_many_threads_give_what_one_gives() -> None:
 
 
 def test_a_renderer_of_the_tokenizers_own_is_used() -> None:
-    """As DeepSeek's: text by a Python function, not by a template."""
+    """DeepSeek's models render by a Python function, not by a template."""
     tokenizer = tiny_tokenizer()
 
     def own(messages: list[Message], **options: Any) -> str:

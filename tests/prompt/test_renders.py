@@ -26,7 +26,7 @@ MOST_RENDERS = 16
 
 
 class Counting:
-    """Counts what a tokenizer is asked for."""
+    """A tokenizer that counts what it is asked for."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.renders = 0
@@ -52,7 +52,7 @@ class Counting:
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("every_turn", [False, True])
 def test_renders_do_not_grow_with_the_chat(name: str, every_turn: bool) -> None:
-    """A long one takes one more: its end."""
+    """A long chat takes one more render, for its end."""
     counts = []
     for turns in (2, 15, 150):
         counting = Counting(tokenizer_of(name))

@@ -1,4 +1,4 @@
-"""Boundaries on every template: each holds for whatever follows, and is as far as it can be.
+"""On every template, boundaries hold for all that may follow, and are as far as they can be.
 
 Held against the tokens that `apply_chat_template` gives for many ways in which a chat may go on.
 """
@@ -87,7 +87,7 @@ def options_of(scenario: str, tokenizer: Any) -> dict[str, Any]:
 
 
 def before_users() -> list[list[Message]]:
-    """What may follow where it is the user's turn."""
+    """The messages that may follow where it is the user's turn."""
     return [
         *([user(text)] for text in ODD),
         [user("One"), assistant("Two"), user("Three")],
@@ -119,7 +119,7 @@ def after_steps() -> list[list[Message]]:
 
 
 class Judge:
-    """The tokens of a chat by the template itself; None where it refuses."""
+    """The template's own tokens of a chat; None where it refuses."""
 
     def __init__(self, tokenizer: Any, tools: Any, options: dict[str, Any], parts: bool) -> None:
         self.tokenizer, self.tools, self.options, self.parts = tokenizer, tools, options, parts
@@ -240,7 +240,7 @@ def test_boundaries_hold_and_are_the_furthest_that_do(
 
 
 def check_the_grid(case: Case) -> None:
-    """What `exact` stands on: a later turn gives the same places again, in the same tokens."""
+    """`exact` needs this: a later turn gives the same places again, in the same tokens."""
     now = case.render(every_turn=True)
     try:
         later = case.render(assistant("\nDone. "), user("é"), every_turn=True)

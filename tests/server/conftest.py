@@ -12,14 +12,14 @@ from .servers import Running, running
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """One that does nothing but what it is asked to."""
+    """A server that does nothing but what it is asked to."""
     with running(warm_ahead=False) as started:
         yield started
 
 
 @pytest.fixture
 def client(server: Running) -> Iterator[httpx.Client]:
-    """Whoever asks first finds nothing in the cache."""
+    """A client of the server, whose cache is empty."""
     with server.client() as client:
         client.delete("/v1/cache")
         server.engine.requests.clear()

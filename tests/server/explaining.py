@@ -1,4 +1,4 @@
-"""Asking a server why."""
+"""Ask a server, and have it explain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def explain(client: httpx.Client, body: dict[str, Any]) -> Reply:
 
 
 def both(client: httpx.Client, body: dict[str, Any]) -> Any:
-    """What explain says of a request, and that its reply then says the same."""
+    """Return explain's reason of a request, after a check that the reply gives the same one."""
     explained = explain(client, body)
     told = ask(client, body)["rewarm"]
     assert told["miss"] == explained["miss"]

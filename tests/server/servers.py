@@ -29,7 +29,7 @@ class Running:
 
     @contextmanager
     def says(self, script: str) -> Iterator[None]:
-        """Every answer in here is this text."""
+        """Have every answer in this block be this text."""
         self.engine.script = script
         try:
             yield
@@ -40,7 +40,7 @@ class Running:
         return httpx.Client(base_url=self.url, headers=self.headers, timeout=30, **options)
 
     def settle(self) -> None:
-        """Until the engine has nothing to do, warm-ahead included, which is rendered before the
+        """Wait until the engine has nothing to do. Warm-ahead counts: it is rendered before the
         engine hears of it."""
         deadline = time.monotonic() + 60
         quiet = 0
@@ -55,7 +55,7 @@ class Running:
 
 
 def caught_up(pool: ThreadPoolExecutor) -> None:
-    """Until all that a pool was given so far is done: then all its threads can meet."""
+    """Wait until a pool has done all that it was given so far: then all its threads can meet."""
     together = threading.Barrier(pool._max_workers)
     for met in [pool.submit(together.wait, 60) for _ in range(pool._max_workers)]:
         met.result()
@@ -65,7 +65,7 @@ def caught_up(pool: ThreadPoolExecutor) -> None:
 def running(
     tokenizer: Any = None, engine_options: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[Running]:
-    """A real server in a thread."""
+    """Run a real server in a thread."""
     engine, model = started_engine(tokenizer, **(engine_options or {}))
     assert engine.wait(60) == "ready", engine.detail
     server = Server(engine, ServerOptions(port=0, **{"model_name": "tiny", **options}))
@@ -85,6 +85,6 @@ def running(
 
 
 def main(context: int = 32768) -> None:
-    """A server of its own, for tests that stop it with a signal."""
+    """Run a server as a program, for tests that stop it with a signal."""
     engine, _ = started_engine(context=context)
     serve(engine, ServerOptions(port=0, grace=1.0), lambda url: print(url, flush=True))

@@ -1,4 +1,4 @@
-"""What breaks caches, put into conversations: named, with its cost and the way out."""
+"""A pattern that breaks caches is named, with its cost and the way out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def next_turn(body: dict[str, Any], answer: str = "Very well.") -> dict[str, Any
 
 
 def only_advice(client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
-    """The one piece of advice; and what it says it costs is what it costs."""
+    """Return the only advice, after a check that the cost it names is true."""
     explained = explain(client, body)
     (advice,) = explained["advice"]
     assert advice["tokens"] <= explained["prompt_tokens"] - explained["miss"]["shared"]

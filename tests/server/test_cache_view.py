@@ -1,4 +1,4 @@
-"""`GET /v1/cache` over HTTP: the tree, whole and bounded, and whose words it shows."""
+"""`GET /v1/cache` shows the tree, whole and bounded, with each tenant's own words only."""
 
 from __future__ import annotations
 

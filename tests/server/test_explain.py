@@ -1,4 +1,4 @@
-"""Why a prompt missed, through HTTP: each reason, in a reply and without running it."""
+"""The reason of each miss is told in the reply, and by explain without running the prompt."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_exact_mode_names_the_true_first_difference_too() -> None:
 
 
 class Sealed:
-    """Delegates to a real cache; there is no way to make one from what it shows."""
+    """A cache class that delegates to a real cache, and cannot be made from what it shows."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""A model that cannot be loaded: the program says why in a sentence, and ends."""
+"""A program whose model cannot be loaded says why in a sentence, and ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def writing(name: str, content: str) -> Break:
 
 
 def saying(**sizes: Any) -> Break:
-    """Another size in config.json, and the weights as they were."""
+    """Change a size in config.json, and leave the weights as they were."""
 
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -60,7 +60,7 @@ def cut(folder: Path) -> None:
 
 
 def a_terabyte(folder: Path) -> None:
-    """A file of zeros that takes no room on disk."""
+    """Make a file of zeros that takes no space on disk."""
     header = {"w": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]}}
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
@@ -69,7 +69,7 @@ def a_terabyte(folder: Path) -> None:
 
 
 def heads_that_do_not_divide(folder: Path) -> None:
-    """In the weights as well: only running it shows that it makes no sense."""
+    """Change the weights to match: only running the model shows that it makes no sense."""
     saying(num_key_value_heads=3)(folder)
     config = json.loads((folder / "config.json").read_text())
     model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(config))
@@ -180,7 +180,7 @@ WORK = "a = mx.ones((1000, 1000)); [a := a @ a for _ in range(8)]; mx.async_eval
 
 @pytest.mark.parametrize("work", ["", WORK])
 def test_a_process_ends_in_order_after_a_load_that_failed(work: str) -> None:
-    """A thread that lingers aborts it now and then, and work that goes on never lets it end."""
+    """A thread that lingers may abort the process; work that goes on may keep it from ending."""
     done = subprocess.run(
         [sys.executable, "-c", FAILS.format(work=work)],
         capture_output=True, text=True, timeout=120, check=False,

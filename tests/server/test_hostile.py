@@ -1,4 +1,4 @@
-"""Many clients, cancels at any moment and odd requests, all at once: nothing breaks or piles up.
+"""Many clients, cancels at any moment and odd requests break nothing and leave nothing behind.
 
 A short, seeded run by default; 64 clients for two minutes and 500 cancels with REWARM_SOAK=1.
 """
@@ -107,7 +107,7 @@ def answer(http: httpx.Client) -> dict[str, Any]:
 
 
 def check_quiet(server: Running, http: httpx.Client, expected: dict[str, Any]) -> None:
-    """Healthy, right, and with nothing left over."""
+    """Check that the server is healthy, answers right, and has nothing left over."""
     server.settle()
     assert http.get("/health").status_code == 200
     assert answer(http) == expected

@@ -1,4 +1,4 @@
-"""`GET /v1/live` over HTTP: what runs, what ran, and whose words are shown to whom."""
+"""`GET /v1/live` shows what runs and what ran, with each tenant's own words only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much Rewarm makes for one request before its first event: things that are made for each
+"""Rewarm makes few things for one request before its first event: things that are made for each
 request are paid for by every one of them."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `/metrics` exports, what is written about it, and what the dashboard asks for."""
+"""`/metrics` exports what its docs describe and what the dashboard asks for."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def exported(server: Running) -> str:
 
 
 def names(text: str) -> set[str]:
-    """The names of samples, without what histograms add to theirs."""
+    """The names of samples, without the endings that histograms add."""
     found = set()
     for name in re.findall(r"^(rewarm_\w+)", text, re.M):
         suffix = next((s for s in SUFFIXES if name.endswith(s)), "")

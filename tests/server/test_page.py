@@ -1,4 +1,4 @@
-"""The page at `/`, as a person uses it: in Debian's chromium, without a window."""
+"""A person uses the page at `/`, in Debian's chromium without a window."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def page(window: Browser) -> Iterator[Browser]:
 
 @contextmanager
 def shown(page: Browser, **options: Any) -> Iterator[Running]:
-    """A server that outlives the page it is asked by."""
+    """A server for all tests of the page."""
     with running(**options) as started:
         yield started
         page.run("sessionStorage.clear()")
@@ -76,7 +76,7 @@ def opened(page: Browser, server: Running, width: int = 1300, height: int = 850)
 
 
 def ask(page: Browser, server: Running, question: str, answer: str) -> None:
-    """Type a question, and see it answered."""
+    """Type a question, and wait for its answer."""
     answered = len(page.run(BARS))
     with server.says(f"Let me see.</think>{answer}<|end|>"):
         page.run("document.getElementById('question').focus()")

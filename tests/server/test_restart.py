@@ -74,7 +74,7 @@ def test_a_server_goes_on_where_the_last_one_was(way: str, tmp_path: Path) -> No
 
 
 def wait_until_idle_work_is_done(folder: Path) -> None:
-    """Until nothing has been written for longer than idle work waits."""
+    """Wait until nothing has been written for longer than the engine waits for quiet."""
     last, since = -1, time.monotonic()
     while time.monotonic() - since < 4 * QUIET[-1]:
         files = len(list(folder.rglob("*.safetensors")))

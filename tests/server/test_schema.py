@@ -1,4 +1,4 @@
-"""What clients send, as chats that templates know; what replies say of the work."""
+"""Requests of all dialects become chats that templates know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for the server as a whole: keys, limits, odd input, failures, its end."""
+"""The server as a whole: keys, limits, odd input, failures, its end."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def test_a_server_that_still_loads_says_so() -> None:
 
 @pytest.mark.long
 def test_the_schema_is_true(tmp_path: Path) -> None:
-    """Requests made from the schema, right and wrong ones: no 500, and every reply as declared."""
+    """Requests made from the schema, right and wrong, give no 500 and only declared replies."""
     pytest.importorskip("schemathesis")
     with running(engine_options={"context": 300}) as server:
         options = {

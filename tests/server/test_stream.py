@@ -1,4 +1,4 @@
-"""The way of an answer from the engine's thread to a stream, without a server."""
+"""An answer goes from the engine's thread to a stream, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work counted at the model call, over HTTP: prompt tokens computed against distinct tokens."""
+"""Count the work at the model call, over HTTP: prompt tokens computed per distinct token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text(words: int, seed: int = 0) -> str:
 
 
 def model(vocabulary: int) -> Any:
-    """Gated delta-net and attention, 3:1, small enough to count with."""
+    """Make a model small enough to count with: gated delta-net and attention, 3:1."""
     sizes = {
         "model_type": "qwen3_5_text",
         "vocab_size": vocabulary,
@@ -58,7 +58,7 @@ def model(vocabulary: int) -> Any:
 
 
 class Counting:
-    """A server, and what it computed for the prompts that it was sent."""
+    """A server, with a count of the tokens that it computed for prompts."""
 
     def __init__(self, server: Running) -> None:
         self.server = server
@@ -81,7 +81,7 @@ class Counting:
 
     @property
     def prefilled(self) -> int:
-        """By the usage of the replies, which must be what was counted at the model call."""
+        """The sum of the replies' usage, after a check against the count at the model call."""
         self.server.settle()
         said = sum(r["rewarm"]["prefilled_tokens"] for r in self.replies)
         decoded = sum(r["usage"]["completion_tokens"] for r in self.replies)

@@ -32,7 +32,7 @@ def disk_of(cache: PrefixCache) -> DiskTier:
 
 
 class Watch:
-    """The most that a folder held at any moment."""
+    """A thread that looks for the most that a folder holds at any moment."""
 
     def __init__(self, watched: Path) -> None:
         self.folder = watched

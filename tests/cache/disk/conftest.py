@@ -1,4 +1,4 @@
-"""A store in a folder of its own, and one with a past."""
+"""Fixtures: an empty store, and one with 60 nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kept(folder: Path) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def forest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 nodes in two namespaces: a store that was closed, and as it was `live`, with its log."""
+    """A store with 60 nodes in two namespaces: `closed`, and `live` with its log."""
     place = tmp_path_factory.mktemp("forest")
     with opened(place / "closed") as kept:
         ids: list[int | None] = [None]

@@ -1,4 +1,4 @@
-"""Stores of the disk tier under test, and nodes and payloads that a number tells all of."""
+"""Stores of the disk tier under test, with nodes and payloads that are made from a number."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def file_of(kept: Store, file: FileRow) -> Path:
 
 
 def used(folder: Path) -> int:
-    """As `du` sees it, without the lock."""
+    """The bytes of all files but the lock, as `du` counts them."""
     found = [p for p in folder.rglob("*") if p.is_file() and p.name != "lock"]
     return sum(p.stat().st_size for p in found)
 

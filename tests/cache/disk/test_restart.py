@@ -1,4 +1,4 @@
-"""What a process leaves behind on disk, stopped or killed, and what the next one makes of it."""
+"""A process goes on from what another one left on disk when it was stopped or killed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def session_of(name: str, folder: Path | None) -> Session:
 
 
 def chat_of(turns: int) -> list[dict[str, Any]]:
-    """A chat up to its next question. What the answers thought is in them, and gets stripped."""
+    """Make a chat up to its next question. Its answers have thinking, which gets stripped."""
     messages = [{"role": "system", "content": "You keep the harbour. " * 4}]
     for n in range(turns):
         messages.append({"role": "user", "content": f"Which ship is at berth {n}?"})
@@ -133,7 +133,7 @@ def churn(folder: str, seed: int, pipe: Connection) -> None:
 
 @dataclass
 class Left:
-    """What a child had said by the time it was killed."""
+    """The messages of a child up to its kill."""
 
     ready: bool = False
     flushed: int | None = None
@@ -270,7 +270,7 @@ def test_the_limit_is_kept_in_a_loop_of_crashes(
 
 
 def held_by_nobody(folder: Path) -> int:
-    """Files that the index does not know, looked for in a copy."""
+    """Count the files that the index does not know, in a copy of the folder."""
     copy = Path(tempfile.mkdtemp())
     try:
         shutil.copytree(folder, copy, dirs_exist_ok=True)

@@ -54,7 +54,7 @@ def test_a_clock_that_is_set_back_does_no_harm(
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that a test moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1.8e9

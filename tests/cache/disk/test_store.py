@@ -1,4 +1,4 @@
-"""The disk store on real files: killed, damaged, full, held by another, and large."""
+"""The disk store gives back what it was given, and to nobody else."""
 
 from __future__ import annotations
 

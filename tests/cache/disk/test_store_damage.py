@@ -1,4 +1,4 @@
-"""A store on files and an index that somebody damaged."""
+"""A store never serves damaged files, nor what a damaged index says."""
 
 from __future__ import annotations
 

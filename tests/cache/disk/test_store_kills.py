@@ -42,7 +42,7 @@ from .stores import (
 
 @dataclass
 class Told:
-    """What a child said before it was killed."""
+    """The messages of a child up to its kill."""
 
     sure: dict[int, int] = field(default_factory=dict)
     """Nodes whose commit had returned, and their n."""

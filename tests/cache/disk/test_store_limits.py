@@ -1,4 +1,4 @@
-"""The bytes of a store, its limit, its namespaces, and its size."""
+"""A store counts its bytes, keeps to its limit, and stays quick when it is large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store without space, permission or a folder, or in a folder that another process holds."""
+"""A store says why it cannot use a folder: no space, no permission, another process."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_a_flush_ends_though_others_go_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def endless_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that rests once does so until it is needed."""
+    """Have a writer that rests do so until it is needed."""
     monkeypatch.setattr(writer, "REST", 1e9)
     monkeypatch.setattr(writer, "LONGEST_REST", 1e6)
 

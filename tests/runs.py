@@ -85,17 +85,21 @@ def run(model: Any, cache: PrefixCache, tokens: Prompt, *, decode: int = 0, **op
 
 def cold(model: Any, tokens: Prompt, *, decode: int = 0, like: PrefixCache, **options: Any) -> Ran:
     """Run the same prompt on a cache that holds nothing."""
-    empty = empty_cache(model, like)
+    empty = last_empty(like) if model is like.model else empty_cache(model, like)
     empty.clear(give_back=False)
     return run(model, empty, tokens, decode=decode, **options)
 
 
-@lru_cache(maxsize=1)
 def empty_cache(model: Any, like: PrefixCache) -> PrefixCache:
-    """Make a cache of the same form, once: that takes longer than a short prompt."""
     return PrefixCache(
         model, memory="64MB", reuse=like.reuse, chunk=like.chunk, make_cache=like.blank
     )
+
+
+@lru_cache(maxsize=1)
+def last_empty(like: PrefixCache) -> PrefixCache:
+    """Make an empty cache once for many cold runs: that takes longer than a short prompt."""
+    return empty_cache(like.model, like)
 
 
 def divergence(a: Logits, b: Logits) -> float:

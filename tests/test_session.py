@@ -234,7 +234,7 @@ def test_a_penalty_sees_the_whole_prompt_however_much_was_cached() -> None:
 
 
 def test_boundaries_are_stable_from_turn_to_turn() -> None:
-    """Or the grid of `exact` would move, and nothing could be reused."""
+    """The grid of `exact` would move otherwise, and nothing could be reused."""
     session = session_of()
     render = session.renderer.render
     short = render(chat_of("One?", "Two?"), every_turn=True)

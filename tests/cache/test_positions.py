@@ -261,7 +261,7 @@ def test_without_a_limit_the_answers_would_be_wrong(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["llama", "falcon_h1"])
 def test_a_session_answers_as_a_fresh_one_does(name: str) -> None:
-    """With the runner's own pieces, and answers that are stored while they cross the limit."""
+    """The runner's own pieces are run, and answers are stored while they cross the limit."""
     model, tokenizer = rescaled(name, vocab_size=260), tiny_tokenizer()
 
     def session() -> Session:

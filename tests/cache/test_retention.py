@@ -114,7 +114,7 @@ def test_a_leaf_that_is_left_alone_is_worth_less_for_the_rows_that_go_with_it() 
 @pytest.mark.parametrize("policy", [WorkPerByte(), LRU()], ids=["work per byte", "lru"])
 @pytest.mark.parametrize("profile", [ATTENTION, HYBRID, WINDOW], ids=lambda p: p.name)
 def test_the_index_finds_what_a_look_at_everything_finds(profile: Profile, policy: Any) -> None:
-    """Whatever came, went and was used since: the index's choice is within its step of the best."""
+    """The index's choice is within its step of the best, after many changes and uses."""
     draw = np.random.default_rng(3)
     cache = sized_cache(profile, 10**9, policy, chunk=256)
     roots = [prompt(900, i) for i in range(16)]

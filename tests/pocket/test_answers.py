@@ -39,8 +39,8 @@ CLOSE = 1e-3
 """Two tokens nearer to each other than this may change places by rounding."""
 CANDIDATES = 5
 ROUNDING = 0.005
-"""Of a candidate's logprob. Pocket is sure of what it says: damage to one layer's state shows in
-what else it might have said, by 0.01 to 2, long before it shows in the answer."""
+"""The rounding of a candidate's logprob. Pocket is sure of what it says: damage to one layer's
+state shows in what else it might have said, by 0.01 to 2, long before it shows in the answer."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def test_renders_do_not_grow_with_the_chat(name: str, every_turn: bool) -> None:
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("every_turn", [False, True])
 def test_a_turn_of_a_long_chat_renders_all_of_it_once(name: str, every_turn: bool) -> None:
-    """In a tool loop likewise. The grid of `exact` takes one more, with tags."""
+    """A tool loop does, too. The grid of `exact` takes one more, with tags."""
     counting = Counting(tokenizer_of(name))
     renderer = ChatRenderer(counting.tokenizer)
     chat = chat_of(100)

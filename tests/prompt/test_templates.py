@@ -143,8 +143,8 @@ class Judge:
     def common(
         self, prompt: Prompt, chat: list[Message], endings: list[list[Message]]
     ) -> tuple[int, int]:
-        """How many tokens the prompt and every continuation begin with alike, and how many of the
-        continuations the template takes."""
+        """The number of tokens that the prompt and every continuation begin with alike, and the
+        number of continuations that the template takes."""
         renders = [self.tokens([*chat, *ending]) for ending in endings]
         accepted = [r for r in renders if r is not None]
         return min((_agree(prompt.tokens, r) for r in accepted), default=0), len(accepted)
@@ -253,7 +253,7 @@ def check_the_grid(case: Case) -> None:
 
 
 def long_chats(scenario: str) -> list[list[Message]]:
-    """With more turns before the last question, and more steps after it, than are looked at."""
+    """The chat has more turns before the last question, and more steps after it, than are read."""
     first, *chat = history(scenario)
     last = max(i for i, m in enumerate(chat) if m["role"] == "user")
     turn, question, loop = chat[:last], chat[last], chat[last + 1 :]

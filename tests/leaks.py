@@ -43,7 +43,6 @@ class Surplus:
 @pytest.fixture
 def uncollected() -> Iterator[None]:
     """Switch off the collector, which would hide a cycle, and count no freed buffer as active."""
-    gc.collect()
     limit = mx.set_cache_limit(0)
     gc.disable()
     logging.disable()  # pytest keeps the records, and with them the frames of every exception
@@ -52,5 +51,4 @@ def uncollected() -> Iterator[None]:
     finally:
         logging.disable(logging.NOTSET)
         gc.enable()
-        gc.collect()
         mx.set_cache_limit(limit)

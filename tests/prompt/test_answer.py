@@ -23,7 +23,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 
 
 def said(answer: Answer, tokens: Iterable[int]) -> list[Increment]:
-    """All pieces of an answer; what they add up to is what the answer holds."""
+    """Read all pieces of an answer, and check that they add up to what it holds."""
     pieces = [answer.add(token) for token in tokens]
     pieces.append(answer.finish())
     assert "".join(p.text for p in pieces) == answer.text

@@ -35,7 +35,7 @@ def opened(folder: Path, limit: int = LIMIT, reserve: int = 0) -> Store:
 
 
 def content(n: int, size: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
-    """What payload `n` holds, with its seal."""
+    """Make the arrays of payload `n`, with their seal."""
     draw = np.random.default_rng(n)
     length = int(draw.integers(1, 4000)) if size is None else size
     return stamped(

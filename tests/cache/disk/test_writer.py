@@ -106,7 +106,7 @@ def endless_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written_after(cache: PrefixCache, model: Any, count: int) -> int:
-    """How many files there are once the writer does nothing more by itself."""
+    """Wait until the writer does nothing more by itself, and count the files."""
     for seed in range(count):
         run(model, cache, prompt(60, seed, zoo.vocabulary("llama")))
     cache.flush(wait=False)

@@ -8,8 +8,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from rewarm.cache import LRU, PrefixCache, WorkPerByte
+from rewarm.cache import LRU, PrefixCache, Retention, WorkPerByte
 from rewarm.cache.memory import auto_size
+from rewarm.cache.worth import Item
 from rewarm.errors import InvalidOption
 from rewarm.options import parse_size
 from rewarm.values import Boundary
@@ -231,3 +232,39 @@ def test_what_waits_for_a_person_goes_first_in_both_modes(reuse: str) -> None:
     cache.verify()
     kept = {id(t): cache.match(t, boundaries=marks).resume for t in (tool, person)}
     assert kept[id(tool)] > kept[id(person)]
+
+
+def test_trimming_evicts_down_to_so_many_bytes_and_keeps_the_budget() -> None:
+    model = zoo.tiny("qwen3_5")
+    cache = PrefixCache(model, memory="64MB", chunk=64)
+    for i in range(6):
+        run(model, cache, prompt(200, i))
+    before = sum(cache.stats().memory.kinds.values())
+    cache.trim(before // 2)
+    cache.verify()
+    assert 0 < sum(cache.stats().memory.kinds.values()) <= before // 2
+    assert cache.stats().budget == 64_000_000
+    assert [cache.match(prompt(200, i)).resume for i in (0, 5)] == [0, 199]
+    with cache.acquire(prompt(200, 5)):
+        cache.trim(0)
+        assert cache.match(prompt(200, 5)).resume == 199
+        assert {node.pins for node in cache.nodes()} == {1}
+    cache.trim(0)
+    assert not cache.nodes()
+
+
+def test_a_policy_of_ones_own_says_only_what_is_other() -> None:
+    class Newest(Retention):
+        """What was used last goes first."""
+
+        def last_used(self, item: Item) -> float:
+            return -item.last_used
+
+    model = zoo.tiny("llama")
+    cache = PrefixCache(model, memory="64MB", chunk=64, retention=Newest())
+    for i in range(3):
+        run(model, cache, prompt(200, i))
+    cache.trim(cache.stats().memory.held - 1)
+    cache.verify()
+    assert [cache.match(prompt(200, i)).resume for i in range(3)][:2] == [199, 199]
+    assert cache.match(prompt(200, 2)).resume < 199

@@ -17,19 +17,19 @@ Group = Literal["rows", "window", "state"]
 
 
 class SpanKind(Protocol):
-    """A layer whose state is one row per token."""
+    """A layer whose state is one row per token. By default it needs and holds all rows."""
 
     group: ClassVar[Group]
+    kept: int = 0
+    """The number of very first rows that are needed at every position."""
 
     def reach(self, position: int) -> int:
         """The first row needed to go on from `position`, beside the `kept` first ones."""
-
-    @property
-    def kept(self) -> int:
-        """The number of very first rows that are needed at every position."""
+        return 0
 
     def held(self, cache: Any, position: int) -> int:
         """The first row from which `cache`, at `position`, holds every row (beside `kept`)."""
+        return 0
 
     def read(self, cache: Any, start: int, stop: int) -> list[mx.array]:
         """Return views of the rows `start` to `stop`."""
@@ -47,7 +47,7 @@ class StateKind(Protocol):
     def load(self, cache: Any, value: Any) -> Any: ...
 
 
-class RowsKind:
+class RowsKind(SpanKind):
     """Full attention: any position can be resumed."""
 
     group: ClassVar[Group] = "rows"
@@ -56,17 +56,10 @@ class RowsKind:
         mlx_cache.QuantizedKVCache,
         mlx_cache.ConcatenateKVCache,
     )
-    kept = 0
 
     @classmethod
     def of(cls, cache: Any) -> RowsKind | None:
         return cls() if type(cache) in cls.classes else None
-
-    def reach(self, position: int) -> int:
-        return 0
-
-    def held(self, cache: Any, position: int) -> int:
-        return 0
 
     def read(self, cache: Any, start: int, stop: int) -> list[mx.array]:
         return [a[:, :, start:stop] for a in _flat(cache.keys) + _flat(cache.values)]
@@ -84,7 +77,7 @@ class RowsKind:
         return cache
 
 
-class Rotating:
+class Rotating(SpanKind):
     """A sliding window in a ring, with the first `keep` rows never overwritten."""
 
     group: ClassVar[Group] = "window"
@@ -136,11 +129,10 @@ class Rotating:
         return min(int(cache.offset), int(cache.keys.shape[2]))
 
 
-class Chunked:
+class Chunked(SpanKind):
     """Attention inside blocks of `size` tokens (Llama 4)."""
 
     group: ClassVar[Group] = "window"
-    kept = 0
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -152,7 +152,9 @@ def _has_window(layout: Layout, node: Node, position: int) -> bool:
     """
     if not layout.has_window:
         return True
-    return node.windows(layout.reach(position), position) is not None and all(
+    if node.windows(layout.reach(position), position) is None:
+        return False
+    return not layout.kept or all(
         above.window is not None and above.window.start == above.start
         for above in node.path()
         if above.start < layout.kept

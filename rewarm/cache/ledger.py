@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Payload
 
-KINDS = ("rows", "window", "checkpoint", "index")
+PAYLOADS = ("rows", "window", "checkpoint")
+KINDS = (*PAYLOADS, "index")
 
 
 @dataclass
@@ -54,9 +55,11 @@ class Ledger:
         held.nodes += sign
         held.checkpoints += sign * (node.checkpoint is not None)
         held.kinds["index"] += sign * node.index_bytes
-        for kind, payload in node.payloads.items():
-            held.kinds[kind] += sign * payload.nbytes
-            held.buffers += sign * payload.buffers
+        payloads = (node.rows, node.window, node.checkpoint)
+        for kind, payload in zip(PAYLOADS, payloads, strict=True):
+            if payload is not None:
+                held.kinds[kind] += sign * payload.nbytes
+                held.buffers += sign * payload.buffers
 
     def put_window(self, node: Node, payload: Payload | None) -> None:
         self.count(node, -1)

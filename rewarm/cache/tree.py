@@ -110,15 +110,10 @@ class Node:
         self.warm = self.waits = False
 
     @property
-    def payloads(self) -> dict[str, State]:
-        """Everything that is stored for it, by kind."""
-        held = {"rows": self.rows, "window": self.window, "checkpoint": self.checkpoint}
-        return {kind: payload for kind, payload in held.items() if payload is not None}
-
-    @property
     def nbytes(self) -> int:
         """The bytes of its payloads."""
-        return sum(payload.nbytes for payload in self.payloads.values())
+        payloads = (self.rows, self.window, self.checkpoint)
+        return sum(payload.nbytes for payload in payloads if payload is not None)
 
     @property
     def length(self) -> int:

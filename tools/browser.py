@@ -21,7 +21,7 @@ PATIENCE = 60.0
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 OPTIONS = (
     "--headless",
-    "--no-sandbox",  # as root there is none to be had; it opens nothing but our own page
+    "--no-sandbox",  # root has no sandbox; the browser opens our own page only
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-quic",
@@ -90,7 +90,7 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def run(self, script: str) -> Any:
-        """The value of an expression; one that is a promise is waited for."""
+        """The value of an expression, or of the promise that it gives."""
         done = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -161,7 +161,7 @@ def browser(chromium: str | None = None) -> Iterator[Browser]:
     theirs = {3: commands[0], 4: results[1]}
 
     def place() -> None:
-        # Copies first: one of the pipe's ends may already be number 3 or 4.
+        # Copy first: one of the pipe's ends may already have number 3 or 4.
         high = {number: os.dup(fd) for number, fd in theirs.items()}
         for number, fd in high.items():
             os.dup2(fd, number)

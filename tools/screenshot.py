@@ -1,8 +1,8 @@
-"""The pictures of the page in the README and in docs/page.md, taken of a server that really runs.
+"""Take the pictures of the page in the README and in docs/page.md from a running server.
 
     .venv/bin/python tools/screenshot.py
 
-Needs Debian's chromium; with the font Inter installed (`fonts-inter`) they look as they do here.
+It needs Debian's chromium, and the font Inter (`fonts-inter`) for pictures that look the same.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def ask(page: Browser, question: str) -> None:
     page.type(question)
     page.press("Enter")
     page.wait(f"{IDLE} && document.querySelectorAll('.turn .bar').length > {done}")
-    time.sleep(1.5)  # the next turn is prepared meanwhile
+    time.sleep(1.5)  # until warm-ahead for the next turn is done
 
 
 def fork(page: Browser, turn: int, question: str) -> None:

@@ -1,1 +1,1 @@
-"""The bench: every claim is a command."""
+"""The bench: a command for every figure in the documentation."""

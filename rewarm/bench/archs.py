@@ -39,7 +39,7 @@ def _qwen3(hidden: int, layers: int, heads: int, inner: int, tied: bool) -> Conf
 def _qwen3_5(
     hidden: int, layers: int, heads: int, kv: int, inner: int, values: int, tied: bool, **text: int
 ) -> Config:
-    """`text` are other fields of the text model's configuration."""
+    """The configuration of a Qwen3.5. `text` are other fields of its text model."""
     return {
         "model_type": "qwen3_5",
         "text_config": {

@@ -1,4 +1,4 @@
-"""The frame of every scenario: a model, servers beside one another, progress and a result."""
+"""The common part of all scenarios: a model, servers, progress and a result."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Bench:
 
     @contextmanager
     def sides(self, *options: Sequence[str]) -> Iterator[list[Side]]:
-        """Start a Rewarm server for each set of options, and the peer. All are ready."""
+        """Start a Rewarm server for each set of options, and the peer. Yield them when all are
+        ready."""
         starting = [rewarm(self.location, each) for each in options or ((),)]
         if self.peer:
             starting.append(other(self.peer, self.location))
@@ -141,10 +142,10 @@ class Bench:
     def in_turns(
         self, what: str, sides: Sequence[T], rounds: int, *, first: int = 0
     ) -> Iterator[tuple[int, T]]:
-        """Every round with every side, and a pause between two. Each round begins with another
-        side, the first one with that at `first`.
+        """Yield every round with every side, and pause between two.
 
-        So a disturbance of the machine hits all sides alike."""
+        Each round begins with another side, the first one with the side at `first`. So a
+        disturbance of the machine hits all sides alike."""
         order = [(i, side) for i in range(rounds) for side in _rotated(sides, first + i)]
         for i, side in self.each(what, order):
             time.sleep(PAUSE)
@@ -153,7 +154,7 @@ class Bench:
 
 @contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """End in order after SIGTERM, too: otherwise the servers would run on."""
+    """Treat SIGTERM as Ctrl-C: otherwise the servers would run on."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

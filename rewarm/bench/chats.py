@@ -16,7 +16,7 @@ SHOWN_TURNS = (1, 5, 10, 20, 30, 40)
 
 
 class Talk:
-    """A chat with one side."""
+    """The chat of one side."""
 
     def __init__(self, bench: Bench, side: Side, *messages: dict[str, Any]) -> None:
         self.bench, self.side = bench, side
@@ -50,8 +50,10 @@ class Talk:
 
 
 def chat(bench: Bench, turns: int, answer: int, shared: int, memory: str | None = None) -> None:
-    """A chat in which every turn sends the whole history again, after a system prompt of `shared`
-    tokens. `memory` is the budget of another Rewarm beside the others."""
+    """Measure a chat in which every turn sends the whole history again.
+
+    It begins with a system prompt of `shared` tokens. `memory` is the budget of another Rewarm
+    beside the others."""
     options: list[Sequence[str]] = [(), NO_WARM]
     if memory is not None:
         options.append((*NO_WARM, "--memory", memory))
@@ -101,7 +103,7 @@ def _whole_chats(bench: Bench, talks: list[Talk]) -> None:
 
 
 def branch(bench: Bench, turns: int, answer: int) -> None:
-    """A chat, then edits of its earlier turns, other last questions, and the last one again."""
+    """Measure a chat, then edits of its earlier turns, and other last questions."""
     sheet = bench.result.sheet(
         f"after {turns} turns", "what", "side", "prompt", "hit", "best", "TTFT ms"
     )
@@ -142,7 +144,7 @@ def branch(bench: Bench, turns: int, answer: int) -> None:
 
 
 def restart(bench: Bench, turns: int, answer: int) -> None:
-    """The same chat over a restart: with the disk tier, without, and the peer's."""
+    """Measure a chat over a restart: with the disk tier, without it, and with the peer."""
     sheet = bench.result.sheet(
         f"{turns} turns, a restart, and the next", "what", "side", "prompt", "hit", "TTFT ms"
     )

@@ -21,7 +21,7 @@ Seconds = dict[str, dict[str, list[float]]]
 
 
 def burst(bench: Bench, parallel: int, shared: int, answer: int) -> None:
-    """Requests at the same moment over one system prompt: cold, and then others over the same."""
+    """Send requests at the same moment over one system prompt: cold, and then others over it."""
     sheet = bench.result.sheet(
         f"{parallel} at once over {shared:,} tokens",
         *("round", "side", "hit", "prefilled", "amplification"),
@@ -42,8 +42,8 @@ def burst(bench: Bench, parallel: int, shared: int, answer: int) -> None:
                     took = max(r.total for r in replies)
                     by_side[side.name].append(took)
                     plot.add(side.name, 2 * i + 1 + (name == "again"), took)
-                    # In the second burst the system prompt is known, which no trie of these alone
-                    # shows.
+                    # The second burst shares its system prompt with the first one, which the trie
+                    # of its own prompts does not show.
                     prompts = [bench.tokens(c) for c in chats] if name == "cold" else []
                     each = [r.per_token for r in replies]
                     sheet.add(
@@ -71,7 +71,7 @@ def _at_once(side: Side, chats: list[Messages], answer: int) -> list[Answered]:
     try:
         return list(pool.map(lambda chat: side.ask(chat, answer), chats))
     finally:
-        # After Ctrl-C the answers are not waited for: they end with their server.
+        # After Ctrl-C nothing waits for the answers: they end with their server.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -85,7 +85,7 @@ def _compare_bursts(bench: Bench, sides: list[Side], seconds: Seconds) -> None:
 
 
 def agent(bench: Bench, name: str, recorded: list[Messages], answer: int) -> None:
-    """Recorded tool loops, each request with the recorded history. The conversations take turns."""
+    """Replay recorded tool loops, each request with the recorded history, in turns."""
     sheet = bench.result.sheet(
         f"{len(recorded)} conversations of {name}",
         *("side", "requests", "prompt tokens", "hit", "prefilled", "amplification"),

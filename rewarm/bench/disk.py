@@ -27,16 +27,16 @@ from .local import Parts, median, milliseconds, prefill, random_tokens
 
 PARTS = ("restore", "writer", "open")
 ANSWER = 32
-"""Tokens. Answers are short, so that their length does not slow their last tokens down."""
+"""Tokens of an answer. Answers are short, so that their length does not slow them down."""
 
 BENCH = 1
 """The number of the namespace that is measured."""
 SERVED = 500
-"""Tokens of the prompt whose answers are decoded beside the writer."""
+"""Tokens of the prompt that is answered beside the writer."""
 
 
 def disk(bench: Bench, tokens: int, nodes: int, parts: Sequence[str], at: Path | None) -> None:
-    """`at` is the folder to write below; without it the system's folder for temporary files."""
+    """Measure some of `PARTS`. `at` is the folder to write below, instead of a temporary one."""
     model, tokenizer = rewarm.load(bench.location)
     prompt = random_tokens(tokens, len(tokenizer))
     measure: dict[str, Callable[[Path], None]] = {
@@ -54,7 +54,7 @@ def _cache(model: Any, folder: Path) -> PrefixCache:
 
 
 def _restore(bench: Bench, model: Any, prompt: Tokens, folder: Path) -> None:
-    """Restore a prompt from disk, beside a plain read and a copy of the same bytes."""
+    """Measure restores from disk, beside a plain read and a copy of the same bytes."""
     cache = _cache(model, folder)
     computed = milliseconds(lambda: prefill(model, cache, prompt))
     cache.close()

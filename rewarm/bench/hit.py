@@ -1,4 +1,4 @@
-"""The scenario `hit`: a hit part by part, a pass of the model by its tokens, and the kernels."""
+"""The scenario `hit`: the parts of a hit, a pass of the model by its tokens, and the kernels."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from .result import Sheet
 
 PASSES = (1, 2, 16, 64, 256, 2048)
 OTHER_TAIL = TAIL + 5
-"""A length that MLX has not planned for yet."""
+"""A number of new tokens that MLX has not planned for yet."""
 
 SHOWN = 20
-"""Kernels that are named."""
+"""The number of kernels in the table."""
 
 
 def hit(bench: Bench, arch: str, length: int, kernels: Path | None) -> None:
-    """Take hits of one long prompt apart. Each part is waited for, which a request does not do.
+    """Measure the parts of hits on one long prompt. The device is waited for after each part,
+    which a request does not do.
 
     `kernels` is a folder for a trace of one hit; call `prepare_profiler` first."""
     accel.install()

@@ -25,11 +25,11 @@ SHARES = (1.0, 0.999, 0.5, 0.01)
 """The share of the stored prompt after which the prompt that is looked up diverges."""
 
 LONGEST = 8.0
-"""Seconds for one row. The trie takes seconds for a prompt that diverges early."""
+"""Seconds for one row of the table. The trie takes seconds for a prompt that diverges early."""
 
 
 def index(bench: Bench, tokens: int) -> None:
-    """Bytes of a token in the index, and the time of a match, with one prompt stored."""
+    """Measure the bytes of a token in the index, and matches against one stored prompt."""
     prompt = random_tokens(tokens, VOCABULARY)
     make_tree, make_trie = partial(_tree_of, prompt), partial(_trie_of, prompt)
     sizes = bench.result.sheet(

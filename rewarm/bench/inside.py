@@ -1,4 +1,4 @@
-"""The scenarios `memory` and `overhead`, which run in this process, with a peer's server beside."""
+"""The scenarios `memory` and `overhead`. They run in this process, with a peer's server beside."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from .sides import other
 
 
 def memory(bench: Bench, conversations: int, turns: int, answer: int) -> None:
-    """Bytes for each distinct token as conversations grow over one system prompt. A peer is sent
-    the same prompts, with our answers in them."""
+    """Measure the bytes for each distinct token as conversations grow over one system prompt.
+
+    A peer is sent the same prompts, with our answers in them."""
     sheet = bench.result.sheet(
         f"{conversations} conversations over one system prompt",
         *("turn", "distinct tokens", "held MB", "bytes a token", "rows alone", "checkpoints"),
@@ -84,7 +85,7 @@ Replies = dict[str, dict[str, list[Answered]]]
 
 
 def overhead(bench: Bench, length: int, messages: int, answer: int) -> None:
-    """Cold prompts and decoding against plain mlx-lm without any cache, and then over HTTP."""
+    """Measure cold prompts and decoding against mlx-lm without any cache, and then over HTTP."""
     sheet = bench.result.sheet(
         "against mlx-lm without a cache", "what", "rewarm", "mlx-lm", "rewarm / mlx-lm"
     )

@@ -1,4 +1,4 @@
-"""Measuring in this process: milliseconds, and a prefill through the cache part by part."""
+"""Measurements in this process: milliseconds, and the parts of a prefill through the cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 class Parts(dict[str, float]):
-    """Milliseconds by the part that took them. The device is waited for after each."""
+    """Milliseconds by the name of the part that took them. A part ends when the device is idle."""
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

@@ -20,7 +20,7 @@ FILLING = 70
 """Prompts that fill every list of `/v1/live`."""
 
 QUESTIONS = {LIVE: 200, TREE: 50}
-"""The number of times that each is asked to find its processor time."""
+"""The number of requests over which the processor time is averaged."""
 
 EVERY = 1.0
 """Seconds between two polls of the page, and between two changes of the cache. The page asks for
@@ -87,7 +87,7 @@ def _busy(tasks: Path) -> float:
 
 @contextmanager
 def _repeated(do: Callable[[], None], every: float) -> Iterator[None]:
-    """Call it every so many seconds on another thread."""
+    """Call `do` every so many seconds on another thread."""
     over = threading.Event()
 
     def run() -> None:

@@ -21,7 +21,7 @@ from .profiles import profile
 from .result import Sheet
 
 LONG = 20.0
-"""Seconds of a prefill after which its way is asked only once."""
+"""Seconds. A way whose prefill takes longer is measured once."""
 
 DECODED = 32
 """Tokens that are decoded after each prompt."""
@@ -43,7 +43,7 @@ GPU = ("cuda_attention", "cuda_convolution")
 
 
 def _ways() -> list[Way]:
-    """From mlx-lm alone to all that Rewarm does on this device."""
+    """The ways from mlx-lm alone to everything that Rewarm does on this device."""
     if mx.default_device() == mx.cpu:
         return [
             Way("mlx-lm, MLX's own BLAS", environment={"REWARM_BLAS": "off"}),
@@ -60,9 +60,9 @@ def _ways() -> list[Way]:
 
 
 def prefill(bench: Bench, archs: Sequence[str], lengths: Sequence[int], product: int) -> None:
-    """Prefill and decode in processes of their own, since a BLAS is chosen once. They take turns.
+    """Measure whole models in processes of their own, which take turns: a process has one BLAS.
 
-    `product` is the size of the matrix product whose rate the prefill's is compared with."""
+    The rate of a prefill is compared with that of a product of matrices of size `product`."""
     sheet = bench.result.sheet(
         f"medians of {bench.rounds}",
         *("model", "tokens", "way", "tokens/s", "mlx-lm / it", "ms a token after it"),
@@ -97,7 +97,7 @@ class Worker:
         return self.answer()
 
     def answer(self) -> float:
-        """The seconds that it took."""
+        """Read the seconds that the last request took."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -117,14 +117,15 @@ def _worker(arch: str, way: Way) -> Iterator[Worker]:
     ) as process:
         try:
             worker = Worker(way, process)
-            worker.answer()  # it is ready
+            worker.answer()  # wait until it is ready
             yield worker
         finally:
             process.kill()
 
 
 def _measure(worker: Worker, length: int, *, first: bool) -> None:
-    """A first round is not counted, in which MLX plans for this length, unless it takes long."""
+    """Measure a way once. The first round does not count, since MLX plans for the length in it,
+    unless it takes long."""
     way = worker.way
     if max(way.prefills, default=0.0) > LONG:
         return

@@ -31,7 +31,7 @@ TAIL = 64
 """Tokens at the end of a prompt in which it differs from its neighbour."""
 
 USUAL = (2000, 20_000, 100_000)
-"""The lengths where none are given. The last one is for GPUs."""
+"""The prompt lengths where none are given. The last one is for GPUs."""
 
 ANSWERED = 1024
 """An upper bound of the tokens that a prompt has beside its length, with its answer."""
@@ -39,11 +39,11 @@ ANSWERED = 1024
 PLOT = "Time to the first token by length"
 
 RESTORES = 5
-"""Restores in each round. Copies of as many bytes are timed beside each."""
+"""Restores in each round, each beside two copies of as many bytes."""
 
 
 def usual(bench: Bench, context: int) -> list[int]:
-    """The lengths where none are given, as far as they fit into the context."""
+    """The usual lengths that fit into the context."""
     wanted = list(USUAL) if mx.default_device() != mx.cpu else list(USUAL[:-1])
     fitting = [n for n in wanted if n + ANSWERED <= context]
     if fitting != wanted:
@@ -180,7 +180,7 @@ def _rows(bench: Bench, sheet: Sheet, length: int, rounds: Rounds) -> None:
 
 
 def _restore(running: Engine, prompt: Tokens, boundaries: list[Boundary]) -> Parts:
-    """One restore, and two copies of as many bytes.
+    """Measure one restore, and two copies of as many bytes.
 
     MLX copies into new memory, as a restore does; on a CPU the system hands that out page by page,
     which takes longer than the copy itself. A plain copy goes into memory that the process has,

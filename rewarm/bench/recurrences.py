@@ -25,7 +25,7 @@ REPEATED = 5
 
 
 class Compared(NamedTuple):
-    """One computation, by the way in which it is done."""
+    """One computation, and the functions that do it, by the name of the way."""
 
     name: str
     ways: dict[str, Callable[[], Any]]

@@ -121,8 +121,8 @@ WAYS: dict[Policy, tuple[Callable[[Trace], Retention], ...]] = {
     "lru": (lambda _: LRU(),),
     "clairvoyant": (Clairvoyant, ClairvoyantWork),
 }
-"""The retention policies that stand for a policy. Of several the best result counts: the better of
-two greedy bounds is nearer to the optimum than either."""
+"""The retention policies behind each name. Of several the best result counts: the better of two
+greedy bounds is nearer to the optimum than either."""
 
 
 def replay(

@@ -68,7 +68,7 @@ class TraceRequest:
 
 
 class _Numbers:
-    """Gives a number to each block after its own past."""
+    """Numbers blocks: equal blocks after equal pasts have the same number."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, Any], int] = {}

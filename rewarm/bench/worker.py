@@ -2,8 +2,8 @@
 
     python -m rewarm.bench.worker ARCH [MODULE OF rewarm.accel ...]
 
-A line in says what to do and with how many tokens, a line out how many seconds it took. `chunks`
-instead of a module computes the delta rule in chunks, on a GPU too.
+Each line of its input names a task and a number of tokens; each line of its output is the seconds
+that the task took. `chunks` instead of a module computes the delta rule in chunks, on a GPU too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .archs import dtype, random_model, vocabulary
 from .local import milliseconds
 
 WARM_UP = 64
-"""Tokens of a first prompt: what MLX compiles for every length is compiled with it."""
+"""Tokens of a first prompt, with which MLX compiles the operations that every length needs."""
 
 
 def main(arch: str, *parts: str) -> None:

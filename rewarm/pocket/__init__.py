@@ -1,4 +1,4 @@
-"""The built-in model: very small, trained, and right only where the prompt was really read."""
+"""The built-in model: very small and trained. Its right answers depend on the exact prompt."""
 
 from pathlib import Path
 

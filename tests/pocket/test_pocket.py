@@ -43,7 +43,7 @@ def test_any_text_round_trips(tokenizer: Any, text: str) -> None:
 
 
 def test_a_tokenizer_that_splits_like_qwen_gives_the_same_tokens(tokenizer: Any) -> None:
-    """transformers uses Qwen's own splitting for a model that says it is one."""
+    """transformers uses Qwen's splitting for a model whose config says `qwen3_5`."""
     qwen = Qwen3_5Tokenizer.from_pretrained(str(FOLDER))
     ways = [str(t.backend_tokenizer.pre_tokenizer) for t in (tokenizer, qwen)]
     assert ways[0] != ways[1]
@@ -100,7 +100,7 @@ def test_a_look_up_has_its_line_and_every_question_an_answer(skill: str) -> None
 
 
 def test_what_thinking_quotes_of_a_tool_stands_in_the_prompt(tokenizer: Any) -> None:
-    """Word by word, from what the question says on: to find it is to read on from there."""
+    """The quote begins with the words of the question, so that Pocket can read on from there."""
     for seed in range(60):
         world = conversation(Draw(Random(seed), held_out=seed % 2 == 0), "tools", 400)
         text = tokenizer.apply_chat_template(

@@ -137,7 +137,7 @@ class World:
     ) -> World:
         world = cls(draw, capitals=capitals)
         while len(world.table) < lines:
-            # Names that share words are what a careless look-up gets wrong.
+            # A careless look-up confuses names that share words.
             near = bool(world.table) and draw.often(0.25)
             name = world._near(draw.of(list(world.table))) if near else draw.name()
             if name not in world.table:
@@ -381,7 +381,7 @@ class World:
         while True:
             phrase = draw.of(options)
             named, acted = "{tool}" in phrase, "{action}" in phrase
-            # A question without its verb can only mean a tool that gets something.
+            # A question without a verb can only mean a tool that gets something.
             if not (named or acted) and (twins or tool.action not in words.GETTING):
                 continue
             asked = phrase.format(**values)

@@ -54,7 +54,7 @@ CONFIG: dict[str, Any] = {
         "mrope_section": [3, 3, 2],
     },
 }
-# Share of the training done, and the lengths drawn from then on, with their odds.
+# The share of the training that is done, and the lengths from then on with their odds.
 CURRICULUM: tuple[tuple[float, dict[int, float]], ...] = (
     (0.0, {256: 1}),
     (0.08, {256: 2, 512: 3}),
@@ -168,7 +168,7 @@ def rounded(model: Any) -> dict[str, torch.Tensor]:
     shipped = {}
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            # transformers' norms hold their distance from 1, mlx-lm's the factor itself.
+            # The norms of transformers store the distance from 1, those of mlx-lm the factor.
             offset = 1.0 if "norm" in name and "linear_attn.norm" not in name else 0.0
             value = (weight.float() + offset).to(torch.bfloat16)
             weight.copy_(value.float() - offset)

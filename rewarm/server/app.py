@@ -30,7 +30,7 @@ from .auth import Authorised, BodyLimit
 from .backend import Backend, backend_of
 from .dialect import Dialect
 from .errors import CLIENT_GONE, ApiError, http_error
-from .exchange import Exchanges, exchange_of
+from .exchange import Exchanges
 from .fields import ParsedRequest, Salt
 from .openai.parse import ChatRequest, CompletionRequest
 from .openai.reply import ChatDialect, CompletionDialect
@@ -59,9 +59,9 @@ class ExplainMessages(CountRequest):
 
 async def answer(request: Request, dialect: type[Dialect]) -> Response:
     """Answer a request in the words of its API."""
-    backend, exchange = backend_of(request), exchange_of(request)
+    backend = backend_of(request)
     asked = await backend.read(request, dialect.schema.parse)
-    work = await backend.begin(exchange, asked)
+    work = await backend.begin(request, asked)
     reply = dialect(asked.body, work, backend.options.model_name, backend.generator.texts)
     if asked.options.stream:
         return EventStream(reply, backend.options.keep_alive)
@@ -73,20 +73,20 @@ async def answer(request: Request, dialect: type[Dialect]) -> Response:
 
 async def count(request: Request) -> Response:
     """Count the tokens of a prompt, without answering it."""
-    backend, exchange = backend_of(request), exchange_of(request)
+    backend = backend_of(request)
     asked = await backend.read(request, CountRequest.parse)
-    (prompt,) = await backend.off_loop(exchange, backend.generator.prompts, asked.prompt)
+    (prompt,) = await backend.off_loop(request, backend.generator.prompts, asked.prompt)
     return Json({"input_tokens": len(prompt.tokens)})
 
 
 async def explain(request: Request) -> Response:
     """Say what a request would reuse, and why not more, without running it."""
-    backend, exchange = backend_of(request), exchange_of(request)
+    backend = backend_of(request)
     parse = partial(parse_explained, anthropic="anthropic-version" in request.headers)
     asked = await backend.read(request, parse)
     await backend.wait_for_descriptions()
     salt, others = asked.body.cache_salt, asked.body.compare_salts or ()
-    found = await backend.off_loop(exchange, backend.advisor.explain, asked.prompt, salt, others)
+    found = await backend.off_loop(request, backend.advisor.explain, asked.prompt, salt, others)
     return Json(found)
 
 

@@ -18,6 +18,7 @@ from rewarm.generate.generator import Generator
 from rewarm.generate.why.advisor import Advisor
 from rewarm.generate.why.labels import Labels
 from rewarm.options import ServerOptions
+from rewarm.values import Miss
 
 from .admin.activity import Activity
 from .admin.metrics import Metrics
@@ -76,19 +77,19 @@ class Backend:
                 "application/json`",
             )
         body = await request.body()
-        exchange = exchange_of(request)
-        exchange.size = len(body)
-        return await self.off_loop(exchange, parse, body, self.options)
+        exchange_of(request).size = len(body)
+        return await self.off_loop(request, parse, body, self.options)
 
-    async def off_loop(self, exchange: Exchange, do: Callable[..., T], *args: Any) -> T:
+    async def off_loop(self, request: Request, do: Callable[..., T], *args: Any) -> T:
         """Call a function on a thread of the server's own."""
-        pool = self._pool_for(exchange)
+        pool = self._pool_for(exchange_of(request))
         return await asyncio.get_running_loop().run_in_executor(pool, do, *args)
 
-    async def begin(self, exchange: Exchange, asked: ParsedRequest) -> Work:
+    async def begin(self, request: Request, asked: ParsedRequest) -> Work:
         """Have a request answered. Raises the errors of the engine's `submit`."""
+        exchange = exchange_of(request)
         work = Work(asked.prompt, asked.options, exchange=exchange, backend=self)
-        await self.off_loop(exchange, self.generator.prepare, work, work.send)
+        await self.off_loop(request, self.generator.prepare, work, work.send)
         exchange.work = work
         self.activity.add(work)
         self.generator.submit(work)
@@ -98,12 +99,11 @@ class Backend:
         """Wait until every request answered so far is described and remembered."""
         await asyncio.get_running_loop().run_in_executor(self._explaining, lambda: None)
 
-    def describe(self, work: Work, done: PromptDone) -> None:
+    def describe(self, work: Work, done: PromptDone, miss: Miss) -> None:
         """Deliver the end of a prompt once its miss is described. Called on the engine's thread."""
-        miss = done.cost.miss
-        work.runs[done.run].miss = {"reason": miss.reason} if miss is not None else None
+        work.runs[done.run].miss = {"reason": miss.reason}
         try:
-            self._explaining.submit(self._describe, work, done)
+            self._explaining.submit(self._describe, work, done, miss)
         except RuntimeError:  # the server is stopping
             work.loop.call_soon_threadsafe(work.deliver, done)
 
@@ -124,13 +124,10 @@ class Backend:
         if exchange.work is not None:
             self.activity.finish(exchange.work, status)
 
-    def _describe(self, work: Work, done: PromptDone) -> None:
-        run = work.runs[done.run]
+    def _describe(self, work: Work, done: PromptDone, miss: Miss) -> None:
+        run, salt = work.runs[done.run], work.options.salt
         try:
-            if done.cost.miss is not None:
-                run.miss = self.advisor.described(
-                    done.cost.miss, run.prompt, work.chat, work.options.salt
-                )
+            run.miss = self.advisor.described(miss, run.prompt, work.chat, salt)
         except Exception:
             log.exception("a miss could not be described")
         with suppress(RuntimeError):  # the event loop is closed

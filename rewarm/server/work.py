@@ -44,7 +44,7 @@ class Work(Generation):
     def send(self, event: Event) -> None:
         """Take an event. Called on the engine's thread."""
         if isinstance(event, PromptDone) and event.cost.miss is not None:
-            self.backend.describe(self, event)
+            self.backend.describe(self, event, event.cost.miss)
         else:
             self.loop.call_soon_threadsafe(self.deliver, event)
 

@@ -24,7 +24,6 @@ from rewarm.errors import CacheClosed, NotReady
 
 from ..backend import Backend, backend_of
 from ..errors import bad_request
-from ..exchange import exchange_of
 from ..openapi import Endpoint
 from ..work import Json, Work
 from .activity import STEP, percentile, stage_of
@@ -61,7 +60,7 @@ async def health(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """The metrics, for Prometheus."""
     backend = backend_of(request)
-    text = await backend.off_loop(exchange_of(request), backend.metrics.text)
+    text = await backend.off_loop(request, backend.metrics.text)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
@@ -96,7 +95,7 @@ async def cache(request: Request) -> Response:
     """The figures of the cache, and its tree."""
     backend, query = backend_of(request), _tree_query(request)
     given = request.headers.get("if-none-match")
-    return await backend.off_loop(exchange_of(request), _look, backend, query, given)
+    return await backend.off_loop(request, _look, backend, query, given)
 
 
 def _look(backend: Backend, query: TreeQuery, given: str | None) -> Response:
@@ -116,7 +115,7 @@ async def clear(request: Request) -> Response:
     give_back = request.query_params.get("give_back", "true")
     if give_back not in ("true", "false"):
         raise bad_request(f"give_back={give_back[:80]!r}: give true or false", "give_back")
-    await backend.off_loop(exchange_of(request), _forget, backend, give_back == "true")
+    await backend.off_loop(request, _forget, backend, give_back == "true")
     backend.activity.hottest.forget()
     backend.advisor.recent.clear()
     log.info("the cache was cleared")
@@ -156,7 +155,7 @@ async def live(request: Request) -> Response:
     backend, salt = backend_of(request), salt_of(request)
     body = _happening(backend, salt)
     # The cache's lock may be held for a while: not a wait for the event loop.
-    body |= await backend.off_loop(exchange_of(request), _held, backend, salt)
+    body |= await backend.off_loop(request, _held, backend, salt)
     return Json(body)
 
 

@@ -24,7 +24,7 @@ from .placement import Shape
 from .restore import known_below, match_with
 from .tiers.base import Found
 from .tiers.fetch import Fetch, Worth
-from .tiers.lower import SILENCE, Answer
+from .tiers.lower import SILENCE
 from .tree import Node, Tree
 from .views.digest import digest
 from .views.miss import Missed, why
@@ -49,7 +49,7 @@ class PrefixCache(CacheCore):
         salt: str | None = None,
         boundaries: Sequence[Boundary] = (),
         *,
-        tiers: bool | Sequence[Answer] = True,
+        tiers: bool | Sequence[Found] = True,
     ) -> Match:
         """Say how much of a prompt could be reused now. Changes nothing.
 
@@ -66,7 +66,7 @@ class PrefixCache(CacheCore):
         boundaries: Sequence[Boundary] = (),
         *,
         other_salts: Sequence[str] = (),
-        tiers: bool | Sequence[Answer] = True,
+        tiers: bool | Sequence[Found] = True,
     ) -> Missed:
         """Say how much of a prompt could be reused now, and why not more: as `match` does.
 
@@ -74,12 +74,12 @@ class PrefixCache(CacheCore):
         query, tree, answers = self._looked_for(tokens, salt, boundaries, tiers)
         with self._entered():
             match = match_with(tree, query, answers)
-            below = max((a.found for a in answers), key=lambda f: f.shared, default=None)
+            below = max(answers, key=lambda found: found.shared, default=None)
             return Missed(match, self._why(match, tree, query, below, other_salts))
 
     def ask_tiers(
         self, tokens: TokenIds, salt: str | None = None, boundaries: Sequence[Boundary] = ()
-    ) -> Sequence[Answer]:
+    ) -> Sequence[Found]:
         """Ask lower tiers what they have of a prompt that memory has not. It waits for them, for a
         caller of `match` or `miss` that must not wait."""
         return self._looked_for(tokens, salt, boundaries, True)[2] if self.tiers else ()
@@ -333,8 +333,8 @@ class PrefixCache(CacheCore):
         tokens: TokenIds,
         salt: str | None,
         boundaries: Sequence[Boundary],
-        tiers: bool | Sequence[Answer],
-    ) -> tuple[Query, Tree, Sequence[Answer]]:
+        tiers: bool | Sequence[Found],
+    ) -> tuple[Query, Tree, Sequence[Found]]:
         """Look for a prompt without a trace: the query, memory's tree, the tiers' answers."""
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():

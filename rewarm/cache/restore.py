@@ -18,7 +18,7 @@ from .memory import Memory
 from .model import MakeCaches
 from .payload import PackedState, Rows
 from .tiers.base import Found
-from .tiers.lower import Answer, Lower
+from .tiers.lower import Lower
 from .tree import Node, Tree
 
 log = logging.getLogger("rewarm")
@@ -89,15 +89,14 @@ def known_below(point: ResumePoint, found: Found) -> ResumePoint:
     return replace(point, match=match, junction=max(point.junction, found.junction))
 
 
-def match_with(tree: Tree, query: Query, answers: Sequence[Answer]) -> Match:
+def match_with(tree: Tree, query: Query, answers: Sequence[Found]) -> Match:
     """Match a prompt with what memory has, and with what tiers may give. Changes nothing."""
     point = find(tree, query)
-    best = max(answers, key=lambda answer: answer.found.resume, default=None)
+    found = max(answers, key=lambda answer: answer.resume, default=None)
     for answer in answers:
-        point = known_below(point, answer.found)
-    if best is None or best.found.resume <= point.at:
+        point = known_below(point, answer)
+    if found is None or found.resume <= point.at:
         return point.match
-    found = best.found
     shared = max(point.match.shared, found.shared)
     reason = point.match.reason if shared > found.shared else found.reason
-    return Match(query.length, shared, found.resume, reason, best.tier)
+    return Match(query.length, shared, found.resume, reason, found.tier)

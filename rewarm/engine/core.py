@@ -19,7 +19,7 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.identity import evaluate
 from rewarm.cache.memory import auto_size
 from rewarm.cache.model import checked_tokens, context_size, vocabulary_size
-from rewarm.cache.tiers.lower import Answer
+from rewarm.cache.tiers.base import Found
 from rewarm.cache.views.miss import Missed
 from rewarm.errors import CannotLoad, ContextExceeded, InvalidOption, NotReady, QueueFull
 from rewarm.options import EngineOptions, parse_size
@@ -281,7 +281,7 @@ class Core:
         self.post(question)
         return question.answer
 
-    def _below(self, path: PromptPath) -> Sequence[Answer]:
+    def _below(self, path: PromptPath) -> Sequence[Found]:
         return self.cache.ask_tiers(path.tokens, path.salt, path.boundaries)
 
     def _checked(self, path: PromptPath) -> PromptPath:

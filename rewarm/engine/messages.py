@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rewarm.cache import PrefixCache
-from rewarm.cache.tiers.lower import Answer
+from rewarm.cache.tiers.base import Found
 from rewarm.cache.views.miss import Missed
 from rewarm.values import Boundary, Match, Tokens
 
@@ -79,7 +79,7 @@ class FindMatch(Question[Match]):
     """Say how much of a prompt could be reused now."""
 
     path: PromptPath
-    below: Sequence[Answer] = ()
+    below: Sequence[Found] = ()
     """What lower tiers have of it: they were asked where the message was made."""
 
     def asked_of(self, cache: PrefixCache) -> Match:
@@ -92,7 +92,7 @@ class Explain(Question[Missed]):
     """Say why not more of a prompt could be reused now."""
 
     path: PromptPath
-    below: Sequence[Answer] = ()
+    below: Sequence[Found] = ()
     other_salts: Sequence[str] = ()
 
     def asked_of(self, cache: PrefixCache) -> Missed:

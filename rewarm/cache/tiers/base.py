@@ -1,8 +1,8 @@
-"""The contract of what lies below memory.
+"""The contract of the tiers below memory.
 
-A tier keeps payloads and gives them back. It may be slow, lose what it has, or give back something
-else: what it gives is checked against its seal (`seal.py`) before anybody uses it, so whatever a
-tier does costs a miss and never an answer.
+A tier keeps payloads and gives them back. It may be slow, lose payloads, or give back wrong ones:
+each payload is checked against its seal (`seal.py`) before it is used. So a fault of a tier costs
+a miss, and never changes an answer.
 
 A new tier is a subclass of `Tier` with a name, `find`, `fetch` and `offer`:
 `PrefixCache(model, tiers=[MyTier(...)])`.
@@ -29,37 +29,41 @@ from ..tree import WIDTH, Node, Tree
 T = TypeVar("T")
 
 Sealed = dict[str, npt.NDArray[Any]]
-"""A payload on its way down or up: named arrays, its label and its seal among them. To a tier they
-are just arrays that belong together; it gives back the same names, shapes, dtypes and bytes."""
+"""A payload as a tier keeps it: named arrays, with its label and its seal among them. A tier gives
+back the same names, shapes, dtypes and bytes, and need not know what they mean."""
 
 Take = Callable[[Sealed], bool]
-"""Receives one payload. False says that it is damaged, or not what was asked for: a tier that can
-forgets it. It raises `FetchCancelled` once nobody waits for the rest."""
+"""Receives one payload. It returns False where the payload is damaged, or is not what was asked
+for: the tier should forget it then. It raises `FetchCancelled` once the rest is not needed."""
 
 
 class FetchCancelled(Exception):
-    """Nobody waits for what is being fetched any more."""
+    """The rest of a fetch is not needed any more."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """An answer of a tier: it could give back so much of a prompt. Nothing relies on it."""
+    """An answer of a tier: it says how much of a prompt the tier could give back.
+
+    It is an estimate. What really comes may be less, and is then used as far as it goes."""
 
     resume: int
     """The position that the model can go on from once all of it is in memory."""
     nbytes: int
     """The bytes that a fetch brings: payloads beyond `query.known`."""
     handle: Any = None
-    """For the tier itself."""
+    """The tier's own note of what to fetch."""
     kind: Kind | None = None
     """The kind of the checkpoint at `resume`; None leaves it to the label of the payload."""
     hint: float = 1.0
     shared: int = 0
     """The tokens of the prompt that the tier knows, where these are more than `resume`. This and
-    what follows serve for saying why not more was reused; a tier may leave them out."""
+    the next three fields explain why not more is reused; a tier may leave them out."""
     junction: int = 0
     reason: Reason | None = None
     parting: Parting | None = None
+    tier: str = ""
+    """The tier's name. The cache fills it in."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +96,15 @@ class Receipt:
 
 @dataclass(frozen=True, eq=False)
 class Offer:
-    """A path that memory has, from the first token on. What is offered is its last span; those
-    before it are there for a tier that lacks them."""
+    """A path that memory has, from the first token on. Its last span is offered. A tier that lacks
+    the spans before it finds them here, too."""
 
     namespace: Namespace
     path: tuple[Span, ...]
     exact: bool
     receipt: Receipt = field(repr=False)
-    """For `Tier.offer` to return. Whoever keeps the offer keeps its payloads in memory."""
+    """`Tier.offer` returns it for an offer that is to be made again. Keep this and not the offer,
+    which holds its payloads in memory."""
 
     @property
     def data(self) -> bytes:
@@ -146,12 +151,12 @@ class Tier(Protocol):
     """A store of payloads below memory.
 
     `find`, `fetch`, `offer`, `flush`, `forget`, `verify`, `foreign` and `close` are called on one
-    thread that this tier has for itself, one at a time, in the order of the cache's calls: what was
-    offered can be found. It is never the model's thread, and the cache's lock is not held. A call
-    that takes its time delays only what comes after it on the same tier. What they raise is logged,
-    and is a miss.
+    thread that this tier has for itself: one at a time, in the order of the cache's calls. It is
+    never the model's thread, and the cache's lock is not held. A slow call delays only the next
+    calls of the same tier. An exception is logged, and is a miss.
 
-    A tier must never call the cache, nor change an array that it was given or gave back.
+    A tier must never call the cache. It must never change an array that it was given, or that it
+    gave back.
     """
 
     name: str
@@ -159,34 +164,41 @@ class Tier(Protocol):
 
     @abstractmethod
     def find(self, query: Query) -> Future[Found | None]:
-        """Say what could be fetched for a prompt. Loads no payload, and leaves no trace."""
+        """Say what could be fetched for a prompt; None where there is nothing of it.
+
+        The future may be resolved later, on any thread. This loads no payload and leaves no trace:
+        a prompt that is only asked for is not stored. What was offered before is found, unless the
+        tier refused it or let go of it."""
 
     @abstractmethod
     def fetch(self, found: Found, take: Take) -> Future[None]:
-        """Give each payload that was found to `take`, in any order, from any threads at once.
+        """Give each payload that was found to `take`, in any order and on any threads, even several
+        at once.
 
-        The future is resolved when all of them were given. What is gone is left out."""
+        The future is resolved when nothing more comes. A payload that is gone is left out. Payloads
+        up to `query.known` are not needed, and do no harm."""
 
     @abstractmethod
     def offer(self, offers: Sequence[Offer]) -> Sequence[Receipt]:
-        """Take them or not, and do not wait for anything slow: write later, on another thread.
+        """Take offers, or refuse them. This must not wait for anything slow: write later, on
+        another thread. `seal.sealed(offer)` makes the payloads to keep.
 
-        Returns the receipts of those that are to be offered another time: what was not taken now,
-        and what an earlier call took and could not keep. It may be called with none, to ask for
-        the latter."""
+        Returns the receipts of the offers that are to be made again: those refused now, and those
+        that an earlier call took and that could not be kept. It is also called without offers, to
+        ask for the latter."""
 
     def flush(self, deadline: float | None) -> bool:
-        """Wait until what was taken outlives this process, at most until `time.monotonic()` is
-        `deadline`. False where it does not yet."""
+        """Wait until everything that was taken outlives this process, at most until
+        `time.monotonic()` is `deadline`. Returns False where it does not by then."""
         return True
 
     def forget(self, weights: Collection[str]) -> None:
-        """Delete all that was computed with these weights (`Namespace.weights`), whatever the
-        salt. Returns when nothing of it can be found again."""
+        """Delete everything that was computed with these weights (`Namespace.weights`), of every
+        salt. When this returns, nothing of it can be found again."""
         return None
 
     def verify(self) -> None:
-        """Check everything that is kept, however long it takes; raises `BrokenInvariant`."""
+        """Check everything that is kept, however long it takes. Raises `BrokenInvariant`."""
         return None
 
     def foreign(self, prompt: Tokens, salt: str | None) -> int:
@@ -195,17 +207,17 @@ class Tier(Protocol):
         return 0
 
     def close(self) -> None:
-        """Let go of files and connections. Nothing is called after it."""
+        """Close files and connections. No other call comes after it."""
         return None
 
     # Called on any thread
 
     def stats(self) -> TierStats:
-        """Its figures of now. It waits for nothing slow."""
+        """The figures of this moment. This must not wait for anything slow."""
         return TierStats()
 
     def browse(self) -> Browsed:
-        """The trees that can be shown, where there are any, and the lock to read them under."""
+        """The trees that the tier can show, if it has any, and the lock to read them under."""
         return Browsed()
 
 
@@ -213,15 +225,15 @@ class Tier(Protocol):
 class Browsed:
     trees: Mapping[Namespace, Tree] = field(default_factory=dict)
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    """Whoever has it may take the cache's lock as well, but never the other way round."""
+    """The cache's lock may be taken under this one, but never the other way round."""
     version: tuple[int, ...] = ()
-    """Another one wherever the trees may have changed."""
+    """It differs whenever the trees may have changed."""
     second: int = 1
     """Ticks of the trees' clock in a second; it counts from 1970."""
 
 
 def resolved(value: T) -> Future[T]:
-    """A future whose result is there already, for tiers that do not need one."""
+    """A future that has its result already, for tiers that answer at once."""
     future: Future[T] = Future()
     future.set_result(value)
     return future

@@ -1,11 +1,12 @@
 """Payloads as named numpy arrays, and back.
 
-How they lie is described by JSON. What comes back is checked by whoever uses it: a form that does
-not fit the model is a miss."""
+JSON describes the form of the arrays. The caller checks that a form fits the model."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -21,23 +22,38 @@ DTYPES: dict[str, mx.Dtype] = {name.rstrip("_"): getattr(mx, name) for name in (
 NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 
 Form = dict[str, Any]
-"""A description of how the arrays of a payload lie, as JSON can hold it."""
+"""A description of the arrays of a payload, as JSON can hold it."""
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array of a payload, as a tier has written it down."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte in the payload."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Received(Sealed):
     """Arrays for a payload to be read into, so that what is read is what is kept.
 
-    A tier may make its arrays so; from others they are copied once more."""
+    A tier may make its arrays so; the arrays of others are copied once more."""
 
-    def __init__(self, arrays: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> None:
+    def __init__(self, arrays: Iterable[StoredArray]) -> None:
         super().__init__()
         self.made: dict[str, mx.array] = {}
         on_cpu = mx.default_device() == mx.cpu
-        for name, shape, dtype in arrays:
-            if on_cpu and name[0].isdigit() and 0 not in shape:
-                self.made[name] = mx.zeros(shape, DTYPES[dtype.name])
+        for each in arrays:
+            if on_cpu and each.name[0].isdigit() and 0 not in each.shape:
+                self.made[each.name] = mx.zeros(each.shape, DTYPES[each.dtype.name])
             else:
-                self[name] = np.empty(shape, dtype)
+                self[each.name] = np.empty(each.shape, each.dtype)
         mx.eval(self.made)  # at once: each evaluation is a way to MLX's thread and back
         self.update((name, np.asarray(array)) for name, array in self.made.items())
 

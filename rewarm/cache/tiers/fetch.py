@@ -1,4 +1,4 @@
-"""A fetch: what a tier has of a prompt, on its way into memory."""
+"""A fetch: the payloads that a tier has of a prompt, on their way into memory."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..find import Query
 from ..payload import PackedState
 from ..pins import Pin
 from .base import FetchCancelled, Found, Sealed
 from .lane import Lane
-from .seal import BrokenSeal, Piece, Unsealer
+from .seal import BrokenSeal, Unsealed, Unsealer
 
 log = logging.getLogger("rewarm")
 
 
-class Worth(Protocol):
-    """The caller's opinion on a fetch, from the thread that found it: be quick, and never wait."""
-
-    def __call__(self, tokens: int, nbytes: int) -> bool:
-        """Say whether `nbytes` are fetched sooner than `tokens` are computed."""
+Worth = Callable[[int, int], bool]
+"""Says whether computing so many tokens takes longer than fetching so many bytes. It is called on
+the tier's thread: it must be quick, and never wait."""
 
 
 @dataclass(frozen=True)
-class Progress:
+class FetchProgress:
     done: int
     """Bytes that are in memory."""
     total: int
@@ -42,8 +39,8 @@ class Fetch:
     `PrefixCache.fetch` makes it, `PrefixCache.take_in` puts what it brought into the memory tree.
     Every attribute may be read from any thread at any time, and no call here waits.
 
-    It pins the path that memory has of the prompt, so that what is fetched has something to go on
-    from. `take_in` and `cancel` end that, and so does forgetting it.
+    It pins the path that memory has of the prompt, because the payloads go on from there.
+    `take_in` and `cancel` end that, and so does dropping the object.
     """
 
     def __init__(
@@ -55,20 +52,21 @@ class Fetch:
         epoch: int,
         worth: Worth | None = None,
     ) -> None:
-        """`resume` is where the model could go on from without it."""
+        """`resume` is the position that the model could go on from without the fetch."""
         self.future: Future[bool] = Future()
-        """Resolved, on any thread, once there is nothing left to wait for: True where `take_in`
-        has something to put into memory; False where the tiers have nothing of use, where it was
-        not worth it, where all of them failed, and after `cancel`. It never raises."""
+        """It is resolved, on any thread, once there is nothing left to wait for. True means that
+        `take_in` has something to put into memory. False means that the tiers have nothing of use,
+        that it was not worth it, that all of them failed, or that it was cancelled. It never
+        raises."""
         self.tokens = 0
         """The position that the model could go on from once this is in memory; 0 as long as no
         tier was chosen, and where nothing came."""
         self.tier: str | None = None
         """The name of the tier that it comes from; None as long as none was chosen."""
-        self.progress = Progress(0, 0)
+        self.progress = FetchProgress(0, 0)
         self.query = query
         self.epoch = epoch
-        """The cache was cleared so often when this began."""
+        """The number of times that the cache had been cleared when this began."""
         self.known: Found | None = None
         """The answer of the tier that knows most of the prompt."""
         self.found: Found | None = None
@@ -77,12 +75,12 @@ class Fetch:
         self._worth = worth
         self._lanes: Sequence[Lane] = ()
         self._answers: list[Found | None] = []
-        self._pieces: list[Piece] = []
+        self._pieces: list[Unsealed] = []
         self._unsealer = Unsealer(query)
         self._calls: list[Callable[[Fetch], None]] = []
         self._ended = False
         self._lock = threading.Lock()
-        # It may run at any moment in any thread, so it only leaves a note.
+        # The finalizer may run at any moment in any thread, so it only leaves a note.
         self._unpin = weakref.finalize(self, dropped.append, pin)
 
     def begin(self, lanes: Sequence[Lane]) -> Fetch:
@@ -92,15 +90,15 @@ class Fetch:
         return self
 
     def cancel(self) -> None:
-        """Give it up. `future` is resolved by the time this returns; what a tier still delivers is
-        thrown away. After `future` was resolved this forgets what came."""
+        """Give the fetch up. When this returns, `future` is resolved, and what has come is
+        forgotten. What a tier still delivers is thrown away."""
         self._end(False)
         with self._lock:
             self._pieces, self.tokens = [], 0
         self._unpin()
 
     def on_done(self, call: Callable[[Fetch], None]) -> None:
-        """Call it once `future` is resolved: at once where it is, and on any thread otherwise."""
+        """Have `call` called once `future` is resolved: at once if it is, else on any thread."""
         with self._lock:
             if not self._ended:
                 self._calls.append(call)
@@ -108,8 +106,8 @@ class Fetch:
         call(self)
 
     def wait(self, silence: float) -> bool:
-        """Wait for it as long as something comes: it is cancelled after so many seconds without a
-        byte. For a caller's own thread."""
+        """Wait as long as something comes; cancel the fetch after so many seconds without a byte.
+        Call it on a thread that has nothing else to do."""
         before = None
         while not wait([self.future], silence).done:
             if self.progress == before:
@@ -118,14 +116,14 @@ class Fetch:
             before = self.progress
         return self.future.result()
 
-    def taken(self) -> list[Piece]:
-        """Hand out the pieces that came. They are here no more after it."""
+    def taken(self) -> list[Unsealed]:
+        """Hand over the payloads that came. The fetch does not keep them."""
         with self._lock:
             pieces, self._pieces = self._pieces, []
         return pieces
 
     def _ask(self) -> None:
-        """Ask the next tier, unless one of those before can give all there is to have."""
+        """Ask the next tier, unless the last one can give everything that can be reused."""
         asked = len(self._answers)
         last = self._answers[-1] if self._answers else None
         if asked < len(self._lanes) and (last is None or last.resume < self.query.length - 1):
@@ -153,7 +151,7 @@ class Fetch:
         if self._worth is not None and not self._is_worth(best):
             return self._choose()
         self.found, self.tier, self.tokens = best, lane.tier.name, best.resume
-        self.progress = Progress(0, best.nbytes)
+        self.progress = FetchProgress(0, best.nbytes)
         lane.fetch(best, self._take).add_done_callback(self._fetched)
 
     def _is_worth(self, found: Found) -> bool:
@@ -176,22 +174,22 @@ class Fetch:
         with self._lock:
             if not self._ended:
                 self._pieces.append(piece)
-            self.progress = Progress(self.progress.done + nbytes, self.progress.total)
+            self.progress = FetchProgress(self.progress.done + nbytes, self.progress.total)
         return True
 
     def _fetched(self, _: Future[None]) -> None:
-        """Go on with what came, or with another tier: it may be less than was promised."""
+        """Accept what came, or go on with another tier where that is no gain."""
         self.tokens = min(self.tokens, self._reachable())
         if self.tokens > self._resume:
             return self._end(True)
         if self.known is self.found:
-            self.known = None  # it does not know what it said
+            self.known = None  # the answer was wrong
         self.taken()
         self.tokens, self.tier = 0, None
         self._choose()
 
     def _reachable(self) -> int:
-        """The position up to which there is all of what cannot be left out."""
+        """The position up to which everything has come that the model needs."""
         at, layout = self.query.known, self.query.layout
         for piece in sorted(self._pieces, key=lambda piece: piece.start):
             if piece.what == "rows" and piece.start <= at:
@@ -209,7 +207,7 @@ class Fetch:
             calls, self._calls = self._calls, []
             if not came:
                 self.tokens = 0
-        # Without the lock: who is told of it may ask, or cancel.
+        # Without the lock: a callback may read or cancel the fetch.
         self.future.set_result(came)
         for call in calls:
             call(self)

@@ -24,14 +24,14 @@ MOST_WAITING = 128 << 20
 
 
 class Lane:
-    """One tier with its thread, and what memory has that the tier was not given yet."""
+    """One tier, its thread, and the nodes of memory that it was not offered yet."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         self.fresh: dict[Node, Tree] = {}
-        """Nodes of memory that are to be offered. Read and changed under the cache's lock."""
+        """Nodes of memory that are to be offered. The cache's lock guards them."""
         self.returned: queue.SimpleQueue[Receipt] = queue.SimpleQueue()
-        """Offers that the tier did not take, or could not keep after all."""
+        """Receipts of what the tier did not take, or could not keep after all."""
         self.waiting = 0
         """Bytes of offers that the tier has not seen yet."""
         self._count = threading.Lock()
@@ -60,16 +60,23 @@ class Lane:
         return future
 
     def find(self, query: Query) -> Future[Found | None]:
-        """Ask what the tier could give; None where it has nothing, fails, or promises too much."""
-        answer = self._asked(self.submit(self.tier.find, query), "could not be asked")
-        return _then(answer, lambda found: _possible(found, query) if found is not None else None)
+        """Ask what the tier could give; None where it has nothing, fails, or cannot be right."""
+
+        def checked(found: Found | None) -> Found | None:
+            # At least one token is left to compute.
+            if found is None or not (0 <= found.resume < query.length and found.nbytes >= 0):
+                return None
+            shared = min(max(found.shared, found.resume), query.length)
+            return replace(found, tier=self.tier.name, shared=shared)
+
+        return self._ask(checked, "could not be asked", self.tier.find, query)
 
     def fetch(self, found: Found, take: Take) -> Future[None]:
-        """Resolved when there is nothing more to come, for whatever reason."""
-        return self._asked(self.submit(self.tier.fetch, found, take), "could not be read from")
+        """Fetch; the future is resolved when nothing more comes, for whatever reason."""
+        return self._ask(lambda _: None, "could not be read from", self.tier.fetch, found, take)
 
     def offer(self, offers: Sequence[Offer]) -> Future[bool]:
-        """Have offers made. True where the tier took them all; `returned` has the others."""
+        """Make offers. True where the tier took them all; `returned` has the others."""
         nbytes = sum(offer.nbytes for offer in offers)
         with self._count:
             self.waiting += nbytes
@@ -94,41 +101,30 @@ class Lane:
             self.waiting -= nbytes
         return not refused
 
-    def _asked(self, outer: Future[Future[T]], failed: str) -> Future[T | None]:
-        """One future of a call that gives another; None where either of them raises."""
-        answer: Future[T | None] = Future()
+    def _ask(
+        self, change: Callable[[T], U], failed: str, call: Callable[..., Future[T]], *args: Any
+    ) -> Future[U | None]:
+        """Make a call whose answer comes later, and change the answer. None where one fails."""
+        answer: Future[U | None] = Future()
+
+        def settle(get: Callable[[], T]) -> None:
+            found = None
+            try:
+                found = change(get())
+            except OSError as error:  # it was to be expected, and the tier has said it
+                log.debug("the tier %r %s: %s", self.tier.name, failed, error)
+            except BaseException:
+                log.exception("the tier %r %s", self.tier.name, failed)
+            answer.set_result(found)
 
         def called(outer: Future[Future[T]]) -> None:
-            inner = self._result(outer, failed)
-            if inner is None:
-                answer.set_result(None)
+            if outer.exception() is not None:
+                settle(lambda: outer.result().result())
             else:
-                inner.add_done_callback(lambda i: answer.set_result(self._result(i, failed)))
+                outer.result().add_done_callback(lambda inner: settle(inner.result))
 
-        outer.add_done_callback(called)
+        self.submit(call, *args).add_done_callback(called)
         return answer
-
-    def _result(self, future: Future[T], failed: str) -> T | None:
-        try:
-            return future.result()
-        except OSError as error:  # something that was to be expected, and was said
-            log.debug("the tier %r %s: %s", self.tier.name, failed, error)
-        except BaseException:
-            log.exception("the tier %r %s", self.tier.name, failed)
-        return None
-
-
-def _then(future: Future[T], change: Callable[[T], U]) -> Future[U]:
-    changed: Future[U] = Future()
-    future.add_done_callback(lambda done: changed.set_result(change(done.result())))
-    return changed
-
-
-def _possible(found: Found, query: Query) -> Found | None:
-    """An answer that can be true: at least one token is left to compute."""
-    if not (0 <= found.resume < query.length and found.nbytes >= 0):
-        return None
-    return replace(found, shared=min(max(found.shared, found.resume), query.length))
 
 
 def _run(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:

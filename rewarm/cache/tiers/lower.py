@@ -1,4 +1,4 @@
-"""All tiers below memory: what memory has is offered to them, and they are asked for the rest."""
+"""All tiers below memory: the cache offers them what memory has, and asks them for the rest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rewarm.values import Tokens
 
@@ -27,17 +27,9 @@ DURABLE = 4.0
 """Kinds of checkpoints of this weight or more are offered before they are evicted."""
 
 SILENCE = 10.0
-"""Seconds without a sign of life after which nobody waits for a tier any longer."""
+"""Seconds without a byte or an answer after which a tier is not waited for any longer."""
 
 Entered = Callable[[], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A tier's name, and what it could give."""
-
-    tier: str
-    found: Found
 
 
 class Lower:
@@ -57,7 +49,7 @@ class Lower:
         return tuple(lane.tier for lane in self.lanes)
 
     def open(self, tiers: Iterable[Tier], trees: Iterable[Tree]) -> None:
-        """Begin to use them, for what these trees hold first."""
+        """Begin to use these tiers. What the trees hold is offered first."""
         self.lanes += [Lane(tier) for tier in tiers]
         for tree in trees:
             for node in tree.nodes():
@@ -76,7 +68,7 @@ class Lower:
             lane.fresh.pop(node, None)
 
     def evicting(self, item: Item) -> None:
-        """Memory is about to let go of something: this is the last time that it can be offered."""
+        """Offer what memory is about to let go of, for the last time."""
         if not item.is_warm and self._is_worth(item.node, durable=False):
             for lane in self.lanes:
                 if not lane.is_full:
@@ -104,7 +96,7 @@ class Lower:
     def _flush(self, lane: Lane, entered: Entered, durable: bool) -> bool:
         with entered():
             self._take_back(lane)
-            # No more than there is now: others may go on, and this must end.
+            # Only what there is now: requests may go on, and this must end.
             todo = [node for node in lane.fresh if self._is_wanted(node, durable)]
         while True:
             with entered():
@@ -162,7 +154,7 @@ class Lower:
     # Up
 
     def fetch(self, query: Query, tree: Tree, worth: Worth | None) -> Fetch:
-        """Begin to bring up what lies below of a prompt. It pins what memory has of it."""
+        """Begin to fetch what the tiers have of a prompt. It pins what memory has of it."""
         point, walk = find(tree, query), tree.walk(query.data, query.cuts)
         query = replace(query, known=walk.shared if tree.splits else walk.node.end)
         self._weights.add(query.namespace.weights)
@@ -170,12 +162,12 @@ class Lower:
         fetch = Fetch(query, point.at, pin, self._pins.dropped, self.epoch, worth)
         return fetch.begin(self.lanes if point.at < query.length - 1 else [])
 
-    def ask(self, query: Query) -> list[Answer]:
+    def ask(self, query: Query) -> list[Found]:
         """Ask all tiers what they could give. Called without the lock; it waits for them."""
-        asked = [(lane.tier.name, lane.find(query)) for lane in self.lanes]
-        wait([future for _, future in asked], SILENCE)
-        answers = [(name, future.result() if future.done() else None) for name, future in asked]
-        return [Answer(name, found) for name, found in answers if found is not None]
+        asked = [lane.find(query) for lane in self.lanes]
+        wait(asked, SILENCE)
+        answers = [future.result() for future in asked if future.done()]
+        return [found for found in answers if found is not None]
 
     def foreign(self, prompt: Tokens, salt: str | None) -> int:
         """See `Tier.foreign`. Called without the lock; it waits."""
@@ -189,7 +181,7 @@ class Lower:
             lane.submit(lane.tier.verify).result()
 
     def forget(self) -> list[Future[None]]:
-        """Have everything of this model deleted, whatever the salt. Returns what to wait for."""
+        """Have everything of this model deleted, of every salt. Returns the futures to wait for."""
         self.epoch += 1
         for lane in self.lanes:
             lane.fresh.clear()

@@ -1,4 +1,4 @@
-"""Promotion: what a fetch brought goes into the memory tree."""
+"""Promotion: putting the payloads of a fetch into the memory tree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..payload import PackedState, Rows, chained
 from ..pins import Pin
 from ..tree import NODE_BYTES, WIDTH, Checkpoint, Tree
 from .base import Found
-from .seal import Piece, What
+from .seal import Unsealed, What
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Promoter:
     layout: Layout
     memory: Memory
 
-    def promote(self, tree: Tree, query: Query, pieces: Sequence[Piece], found: Found) -> None:
+    def promote(self, tree: Tree, query: Query, pieces: Sequence[Unsealed], found: Found) -> None:
         """Extend the path of a prompt. What does not fit is left out, and what follows it."""
         upto = max(stop for piece in pieces for stop in piece.stops)
         walk = tree.walk(query.data[: upto * WIDTH], [cut for cut in query.cuts if cut <= upto])
@@ -44,13 +44,13 @@ class Promoter:
         finally:
             pin.drop()
 
-    def _stops(self, query: Query, pieces: Sequence[Piece], known: int, upto: int) -> list[int]:
+    def _stops(self, query: Query, pieces: Sequence[Unsealed], known: int, upto: int) -> list[int]:
         """The positions at which the new nodes end."""
         if query.reuse == "exact":
             return [cut for cut in query.cuts if known < cut <= upto]
         return sorted({stop for piece in pieces for stop in piece.stops if stop > known})
 
-    def _grow(self, pin: Pin, query: Query, stop: int, pieces: Sequence[Piece]) -> bool:
+    def _grow(self, pin: Pin, query: Query, stop: int, pieces: Sequence[Unsealed]) -> bool:
         start = pin.node.end
         rows = _held(pieces, "rows", start, stop)
         window = _held(pieces, "window", start, stop)
@@ -65,7 +65,7 @@ class Promoter:
         self.memory.grow(pin, key, _origin(pieces, stop), rows, window)
         return True
 
-    def _fill_windows(self, pin: Pin, pieces: Sequence[Piece]) -> None:
+    def _fill_windows(self, pin: Pin, pieces: Sequence[Unsealed]) -> None:
         """Give nodes that memory has the window rows that it let go of."""
         for node in pin.node.path():
             has = node.window.start if node.window is not None else node.end
@@ -75,7 +75,7 @@ class Promoter:
             if self.memory.evictor.make_room(window.nbytes, window.buffers):
                 self.memory.ledger.put_window(node, window)
 
-    def _checkpoint(self, pin: Pin, pieces: Sequence[Piece], found: Found) -> None:
+    def _checkpoint(self, pin: Pin, pieces: Sequence[Unsealed], found: Found) -> None:
         node = pin.node
         at_end = [p for p in pieces if p.what == "state" and p.start == node.end]
         kind = found.kind if found.resume == node.end else None
@@ -94,7 +94,7 @@ class Promoter:
         )
 
 
-def _held(pieces: Sequence[Piece], what: What, start: int, stop: int) -> Rows | None:
+def _held(pieces: Sequence[Unsealed], what: What, start: int, stop: int) -> Rows | None:
     """The rows up to the end of a span, as far back in it as there is no gap."""
     parts: list[Rows] = []
     for piece in sorted(pieces, key=lambda piece: -piece.stop):
@@ -107,7 +107,7 @@ def _held(pieces: Sequence[Piece], what: What, start: int, stop: int) -> Rows | 
     return chained(parts)
 
 
-def _origin(pieces: Sequence[Piece], stop: int) -> Origin:
+def _origin(pieces: Sequence[Unsealed], stop: int) -> Origin:
     """The origin of the tokens before `stop`."""
     for piece in pieces:
         for end, origin in zip(piece.stops, piece.origins, strict=True):

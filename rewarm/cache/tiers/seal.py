@@ -1,8 +1,9 @@
-"""The seal of a payload: what it belongs to, and that it is whole.
+"""The seal of a payload. It proves that the payload is whole, and what it belongs to.
 
 Every payload carries a label and a checksum over everything. The label names the path by a digest
-of what must be equal (the namespace, every token before, in `exact` every cut before), and the
-payload's own tokens. So what a tier gives back is used only where it is what was asked for.
+of everything that must be equal: the namespace, every token before, and in `exact` every cut
+before. The payload holds its own tokens as well. So what a tier gives back is used only where it
+is what was asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .base import Offer, Sealed, Span
 from .codec import pack_rows, pack_state, unpack_rows, unpack_state
 
 FORMAT = 3
-"""The version of what is stored below memory. What has another one is not looked at."""
+"""The version of payloads below memory. Payloads of another version are never found."""
 
 LABEL, TOKENS, SEAL = "label", "tokens", "seal"
 
@@ -38,8 +39,8 @@ class BrokenSeal(Exception):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A payload that was checked, as far as it belongs to the path that was asked for."""
+class Unsealed:
+    """A payload that was checked, cut to the path that was asked for."""
 
     what: What
     start: int
@@ -56,7 +57,7 @@ class Piece:
 
 
 def digest_of(namespace: Namespace) -> str:
-    """The name of a namespace below memory: it tells nothing of the salt."""
+    """The name of a namespace below memory. It does not reveal the salt."""
     text = json.dumps({**asdict(namespace), "format": FORMAT}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -175,7 +176,7 @@ class Unsealer:
         self._query = query
         self._path = PathDigest(query.namespace, query.data, query.cuts)
 
-    def piece(self, arrays: Sealed) -> Piece:
+    def piece(self, arrays: Sealed) -> Unsealed:
         """Raises `BrokenSeal`."""
         try:
             if not is_whole(arrays):
@@ -184,7 +185,7 @@ class Unsealer:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise BrokenSeal(f"it cannot be read ({error})") from error
 
-    def _checked(self, arrays: Sealed, label: dict[str, Any]) -> Piece:
+    def _checked(self, arrays: Sealed, label: dict[str, Any]) -> Unsealed:
         what, start = label["what"], label["start"]
         if start > self._query.length or label["path"] != self._path.at(start):
             raise BrokenSeal("it belongs to another path")
@@ -206,7 +207,7 @@ class Unsealer:
             if part is None:
                 raise BrokenSeal("it holds no rows")
             value = part
-        return Piece(what, start, stops, origins, value, label["kind"])
+        return Unsealed(what, start, stops, origins, value, label["kind"])
 
     def _ours(
         self, tokens: bytes, start: int, ends: list[Any]
@@ -215,7 +216,7 @@ class Unsealer:
         query = self._query
         if len(tokens) != (ends[-1][0] - start) * WIDTH:
             raise BrokenSeal("its label does not fit it")
-        if not tokens:  # a state: the digest says it all
+        if not tokens:  # a state: the path's digest covers all of it
             return (start,), (ends[-1][1],)
         upto = start + agreement(tokens, query.data[start * WIDTH :])
         own = iter([cut for cut in query.cuts if cut > start])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rewarm.cache.tiers.codec import StoredArray
 from rewarm.cache.tiers.disk import files
 from rewarm.cache.tiers.disk.errors import StoreError
 from rewarm.cache.tiers.disk.index import new_id
@@ -68,7 +69,7 @@ def test_arrays_are_read_into_what_the_caller_makes_for_them(kept: Store) -> Non
     }
     made: dict[str, np.ndarray[Any, Any]] = {}
 
-    def new(stored: Sequence[files.StoredArray]) -> dict[str, np.ndarray[Any, Any]]:
+    def new(stored: Sequence[StoredArray]) -> dict[str, np.ndarray[Any, Any]]:
         made.update({array.name: np.zeros(array.shape, array.dtype) for array in stored})
         return dict(made)
 

@@ -7,12 +7,15 @@ import os
 import shutil
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from xxhash import xxh3_128
 
 from rewarm.cache import PrefixCache
+from rewarm.cache.tiers import seal
 from rewarm.values import Boundary
 from tests import zoo
 from tests.cache.disk.caches import disk_of
@@ -289,4 +292,38 @@ def test_whatever_the_index_says_no_answer_changes(name: str, lie: str, tmp_path
     cache = cache_on(tmp_path, model)  # what is not as it was has gone, and is kept again
     assert all(cache.match(asked).resume == len(asked) - 1 for asked in longer)
     cache.verify(tiers=True)
+    cache.close()
+
+
+class CountingHash:
+    """A hash that counts the bytes it is given."""
+
+    seen = 0
+
+    def __init__(self) -> None:
+        self.real = xxh3_128()
+
+    def update(self, data: Any) -> None:
+        CountingHash.seen += len(data)
+        self.real.update(data)
+
+    def digest(self) -> bytes:
+        return self.real.digest()
+
+
+def test_each_byte_from_disk_is_checked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, asked = zoo.tiny("qwen3_5"), prompt(300)
+    cache = cache_on(tmp_path, model)
+    run(model, cache, asked)
+    monkeypatch.setattr(seal, "xxhash", SimpleNamespace(xxh3_128=CountingHash))
+    CountingHash.seen = 0
+    cache.close()
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert 0.9 * size < CountingHash.seen < 1.1 * size
+    cache = cache_on(tmp_path, model)
+    CountingHash.seen = 0
+    assert run(model, cache, asked).match.tier == "disk"
+    assert 0.9 * size < CountingHash.seen < 1.1 * size
     cache.close()

@@ -10,37 +10,27 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..base import Sealed
+from ..codec import StoredArray
 from .errors import Damaged
 from .folder import make_folder, size_of, sync_folder
 
 log = logging.getLogger("rewarm")
 
-DTYPES = {
-    "BOOL": np.dtype("?"),
-    "U8": np.dtype("u1"),
-    "I8": np.dtype("i1"),
-    "U16": np.dtype("<u2"),
-    "I16": np.dtype("<i2"),
-    "F16": np.dtype("<f2"),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "F32": np.dtype("<f4"),
-    "U64": np.dtype("<u8"),
-    "I64": np.dtype("<i8"),
-    "F64": np.dtype("<f8"),
-    "C64": np.dtype("<c8"),
+SIZES = {"U": (1, 2, 4, 8), "I": (1, 2, 4, 8), "F": (2, 4, 8), "C": (8,)}
+DTYPES = {"BOOL": np.dtype("?")} | {
+    f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}")
+    for kind, sizes in SIZES.items()
+    for size in sizes
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -54,21 +44,6 @@ HEAD = 8 << 10
 DAMAGE = (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ELOOP)
 """Errors of reading that mean damage. After others, such as too many open files, a later try may
 work."""
-
-
-@dataclass(frozen=True)
-class StoredArray:
-    """An array of a file, as its header describes it."""
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    start: int
-    """Its first byte after the header."""
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def place(folder: Path, id: int) -> str:

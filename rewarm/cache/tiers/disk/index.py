@@ -107,6 +107,9 @@ class Changes:
     cleared: dict[int, int] = field(default_factory=dict)
     """The namespaces to remove whole, likewise."""
 
+    def __bool__(self) -> bool:
+        return bool(self.files or self.nodes or self.gone_nodes or self.gone_files or self.cleared)
+
 
 def new_id() -> int:
     return secrets.randbits(63)

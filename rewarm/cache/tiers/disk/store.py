@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Self
 
 from ..base import Sealed
+from ..codec import StoredArray
 from ..seal import is_whole
 from . import files
 from .errors import Damaged, StoreError, StoreHeld, StoreUnusable
-from .files import StoredArray
 from .folder import (
     LOCK,
     PAYLOADS,

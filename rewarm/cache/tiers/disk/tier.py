@@ -30,7 +30,6 @@ from ..base import (
     Found,
     Offer,
     Receipt,
-    Sealed,
     Take,
     Tier,
     TierStats,
@@ -39,7 +38,6 @@ from ..base import (
 from ..codec import Received
 from ..seal import Payload, Sealer, payloads
 from .errors import Damaged, StoreBroken
-from .files import StoredArray
 from .space import DiskSpace
 from .store import Store
 from .trees import SECOND, DiskTree, DiskTrees, File, FilePart, nbytes_of, salt_digest
@@ -182,7 +180,7 @@ class DiskTier(Tier):
         try:
             arrays = file.arrays  # before `size`: the writer sets them the other way round
             if arrays is None and file.size is not None:
-                arrays = self.store.read(file.id, file.size, _received)
+                arrays = self.store.read(file.id, file.size, Received)
             if arrays is None or take(arrays):
                 return True
             why = "it is not what was written"
@@ -324,7 +322,3 @@ class DiskTier(Tier):
         with self._changed:
             version = (held.nodes, held.total)
             return Browsed(self.trees.by_namespace(), self._changed, version, SECOND)
-
-
-def _received(arrays: Sequence[StoredArray]) -> Sealed:
-    return Received((array.name, array.shape, array.dtype) for array in arrays)

@@ -91,19 +91,6 @@ class DiskTree:
     ids: dict[Node, int] = field(default_factory=dict)
 
 
-@dataclass
-class Unwritten:
-    """The changes that the index does not have yet, beside those that wait for a file."""
-
-    nodes: dict[Node, DiskTree] = field(default_factory=dict)
-    gone: list[int] = field(default_factory=list)
-    freed: dict[int, int] = field(default_factory=dict)
-    cleared: dict[int, int] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.nodes or self.gone or self.freed or self.cleared)
-
-
 class DiskTrees:
     """All trees of this model on disk. Every method is called under the tier's lock."""
 
@@ -121,9 +108,14 @@ class DiskTrees:
         self.changed = 0
         """The number of times that there was something new to write."""
         self._writing: File | None = None
-        self._unwritten = Unwritten()
+        self._gone = Changes()
+        """What the index has, and is to have no more."""
+        self._dirty: dict[Node, DiskTree] = {}
+        """Nodes that the index does not have as they are."""
         self._used: dict[Node, DiskTree] = {}
         """Nodes that were only used: they are written with whatever else is."""
+        self._taken: dict[Node, DiskTree] = {}
+        """The dirty nodes of the transaction that is going on."""
         self._bases = {namespace.salted(None)}
         """Every namespace that this process has used, without the salt."""
         self._for_people = {"name": model, "grid": grid}
@@ -184,7 +176,7 @@ class DiskTrees:
 
     def clear(self, stranger: NamespaceInfo) -> None:
         del self._stored[stranger.id]
-        self._unwritten.cleared[stranger.id] = stranger.bytes
+        self._gone.cleared[stranger.id] = stranger.bytes
         self.store.plan(-stranger.bytes)
 
     def _read(self, id: int, digest: str, about: dict[str, Any]) -> DiskTree:
@@ -207,13 +199,13 @@ class DiskTrees:
         for each in stored.nodes:
             node = self._node(own, nodes.get(each.parent), each, files)
             if node is None:
-                self._unwritten.gone.append(each.id)
+                self._gone.gone_nodes.append(each.id)
                 continue
             nodes[each.id] = node
             own.ids[node] = each.id
             self.ledger.count(node)
-        self._unwritten.gone += stored.lost
-        self._unwritten.freed |= dict.fromkeys(stored.unused, 0)
+        self._gone.gone_nodes += stored.lost
+        self._gone.gone_files |= dict.fromkeys(stored.unused, 0)
         for file in files.values():
             if not file.nodes:
                 self._free(file)
@@ -344,10 +336,7 @@ class DiskTrees:
 
     def drop(self, own: DiskTree, node: Node) -> None:
         """Forget a node and all below it. What was to be written of them is to be offered again."""
-        below = [node]
-        for each in below:
-            below.extend(each.children.values())
-        for each in reversed(below):
+        for each in reversed(node.subtree()):
             for part in _parts(each):
                 self._return(part.file)
             self.ledger.count(each, -1)
@@ -384,7 +373,7 @@ class DiskTrees:
             own.tree.clear()
             own.ids.clear()
         self.ledger.held = Held()
-        self._unwritten.nodes.clear()
+        self._dirty.clear()
         self._used.clear()
         self._known.clear()
         self._names.clear()
@@ -398,10 +387,10 @@ class DiskTrees:
             file.receipt = None
 
     def _note(self, own: DiskTree, node: Node) -> None:
-        self._unwritten.nodes[node] = own
+        self._dirty[node] = own
 
     def _remove(self, own: DiskTree, node: Node) -> None:
-        self._unwritten.gone.append(own.ids.pop(node))
+        self._gone.gone_nodes.append(own.ids.pop(node))
         self._release(node, *_parts(node))
 
     def _release(self, node: Node, *parts: Any) -> None:
@@ -419,13 +408,13 @@ class DiskTrees:
             self.waiting_bytes -= file.nbytes
             file.arrays = file.receipt = None
         else:
-            self._unwritten.freed[file.id] = file.nbytes
+            self._gone.gone_files[file.id] = file.nbytes
 
     # What the writer does
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self._unwritten)
+        return bool(self.waiting or self._dirty or self._gone)
 
     def next_file(self) -> File | None:
         """Take the file that is to be written next."""
@@ -446,7 +435,7 @@ class DiskTrees:
             self._free(file)
         own = self._known.get(file.namespace)
         if own is not None:
-            self._unwritten.nodes |= dict.fromkeys(file.nodes, own)
+            self._dirty |= dict.fromkeys(file.nodes, own)
 
     def failed(self, file: File) -> None:
         """A file could not be written."""
@@ -455,28 +444,16 @@ class DiskTrees:
             self._free(file)
         self.lose(file)
 
-    def take_changes(self) -> tuple[Unwritten, int]:
-        """Take what the index is to be told, and the number of the last change that is in it."""
-        taken, self._unwritten = self._unwritten, Unwritten()
-        taken.nodes |= self._used
-        self._used.clear()
+    def take_changes(self) -> tuple[Changes, int]:
+        """Take what the index is to be told, as far as it is complete, and the number of the last
+        change that is in it."""
         first = self._writing or next((file for file in self.waiting if file.nodes), None)
-        return taken, first.number - 1 if first is not None else self.changed
-
-    def put_back(self, taken: Unwritten) -> None:
-        """Have changes taken another time: the index refused them."""
-        later, self._unwritten = self._unwritten, taken
-        taken.nodes |= later.nodes
-        taken.gone += later.gone
-        taken.freed |= later.freed
-        taken.cleared |= later.cleared
-
-    def rows(self, taken: Unwritten) -> Changes:
-        """The rows of what has changed, as far as it is complete."""
-        changes = Changes(gone_nodes=taken.gone, gone_files=taken.freed, cleared=taken.cleared)
+        changes, self._gone = self._gone, Changes()
+        self._taken, self._dirty = {**self._dirty, **self._used}, {}
+        self._used.clear()
         owns: dict[int, DiskTree] = {}
         files: dict[int, File] = {}
-        for node, own in taken.nodes.items():
+        for node, own in self._taken.items():
             if node not in own.ids or (self.layout.has_rows and _written(node.rows) is None):
                 continue  # it is gone, or comes again when its file is complete
             owns[own.id] = own
@@ -489,7 +466,14 @@ class DiskTrees:
         for own in owns.values():
             about = json.dumps(own.about)
             changes.namespaces.append(NamespaceRow(own.id, own.digest, about, time.time()))
-        return changes
+        return changes, first.number - 1 if first is not None else self.changed
+
+    def put_back(self, changes: Changes) -> None:
+        """Have changes taken another time: the index refused them."""
+        self._dirty = {**self._taken, **self._dirty}
+        self._gone.gone_nodes += changes.gone_nodes
+        self._gone.gone_files |= changes.gone_files
+        self._gone.cleared |= changes.cleared
 
     def _row(self, own: DiskTree, node: Node) -> NodeRow:
         checkpoint = node.checkpoint

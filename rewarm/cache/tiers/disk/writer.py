@@ -174,14 +174,13 @@ class Writer:
 
     def _commit(self) -> None:
         with self._changed:
-            taken, upto = self._trees.take_changes()
-            changes = self._trees.rows(taken)
+            changes, upto = self._trees.take_changes()
         try:
-            if taken:
+            if changes:
                 self._store.commit(changes)
         except Exception:
             with self._changed:
-                self._trees.put_back(taken)
+                self._trees.put_back(changes)
             raise
         self.finished = max(self.finished, upto)
 

@@ -13,7 +13,7 @@ from .layout import Layout
 from .lease import Lease
 from .memory import SPARE_BUFFERS, Memory
 from .placement import WEIGHTS
-from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, Tree, agreement
+from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, agreement
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Committer:
 
     layout: Layout
     memory: Memory
-    on_change: Callable[[Tree, Node], None] = lambda tree, node: None
+    on_change: Callable[[Node], None] = lambda node: None
     """Called with a node that is new, or has something new."""
 
     def commit(self, lease: Lease, stop: int, origin: Origin, kind: Kind | None) -> None:
@@ -74,7 +74,7 @@ class Committer:
         taken = Checkpoint(kind, state, self.memory.clock, hint=lease.hint, warm=lease.warm)
         self.memory.ledger.put_checkpoint(node, taken)
         lease.pin.hold(taken)
-        self.on_change(lease.pin.tree, node)
+        self.on_change(node)
 
     def _grow(self, lease: Lease, stop: int, origin: Origin) -> None:
         """Add a leaf for the tokens from `lease.stored` to `stop`, or the part that fits."""
@@ -112,7 +112,7 @@ class Committer:
         above, key = pin.node, lease.data[start * WIDTH : stop * WIDTH]
         node = self.memory.grow(pin, key, origin, rows, window)
         node.warm, node.waits = lease.warm, lease.warm and above.waits
-        self.on_change(pin.tree, node)
+        self.on_change(node)
         lease.stored = stop
         if layout.has_state and self._is_last_that_fits(lease, cost(stop - start)[0]):
             # Rows alone cannot be resumed from: end with a checkpoint while there is room.
@@ -153,7 +153,7 @@ class Committer:
             if self._make_room(lease, packing.nbytes(tokens), packing.buffers(tokens)):
                 window = self.layout.pack("window", lease.caches, first, node.end)
                 self.memory.ledger.put_window(node, window)
-                self.on_change(lease.pin.tree, node)
+                self.on_change(node)
 
     def _split(self, lease: Lease, at: int) -> bool:
         """Split the lease's deepest node; the lease then holds the upper half."""

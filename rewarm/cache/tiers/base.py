@@ -90,7 +90,6 @@ class Span:
 class Receipt:
     """The cache's note of what an offer was made of. A tier must not look into it: it changes."""
 
-    tree: Tree
     nodes: tuple[Node, ...]
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..find import Query
-from ..tree import Node, Tree
+from ..tree import Node
 from .base import Found, Offer, Receipt, Take, Tier
 
 log = logging.getLogger("rewarm")
@@ -28,7 +28,7 @@ class Lane:
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
-        self.fresh: dict[Node, Tree] = {}
+        self.fresh: dict[Node, None] = {}
         """Nodes of memory that are to be offered. The cache's lock guards them."""
         self.returned: queue.SimpleQueue[Receipt] = queue.SimpleQueue()
         """Receipts of what the tier did not take, or could not keep after all."""
@@ -95,8 +95,7 @@ class Lane:
         given = {offer.receipt for offer in offers}
         for receipt in refused:
             # Where one was lost that had been taken, so was what lies above it and came with it.
-            nodes = receipt.nodes[-1:] if receipt in given else receipt.nodes
-            self.returned.put(Receipt(receipt.tree, nodes))
+            self.returned.put(Receipt(receipt.nodes[-1:]) if receipt in given else receipt)
         with self._count:
             self.waiting -= nbytes
         return not refused

@@ -53,14 +53,14 @@ class Lower:
         self.lanes += [Lane(tier) for tier in tiers]
         for tree in trees:
             for node in tree.nodes():
-                self.changed(tree, node)
+                self.changed(node)
 
     # Down
 
-    def changed(self, tree: Tree, node: Node) -> None:
+    def changed(self, node: Node) -> None:
         """Memory has something new."""
         for lane in self.lanes:
-            lane.fresh[node] = tree
+            lane.fresh[node] = None
 
     def gone(self, node: Node) -> None:
         """Memory has let go of a node."""
@@ -72,7 +72,7 @@ class Lower:
         if not item.is_warm and self._is_worth(item.node, durable=False):
             for lane in self.lanes:
                 if not lane.is_full:
-                    lane.offer([self._offer(tree_of(item.node), item.node)])
+                    lane.offer([self._offer(item.node)])
         if item.what == "leaf":
             self.gone(item.node)
 
@@ -120,7 +120,7 @@ class Lower:
         while not lane.returned.empty():
             receipt = lane.returned.get()
             kept = [node for node in receipt.nodes if node.parent is not None]
-            lane.fresh.update(dict.fromkeys(kept, receipt.tree))
+            lane.fresh.update(dict.fromkeys(kept))
 
     def _fresh_offers(self, lane: Lane, nodes: list[Node], durable: bool) -> list[Offer]:
         """Offers of as many of these nodes as may wait, which are not fresh any more."""
@@ -132,14 +132,16 @@ class Lower:
             if node.parent is None:
                 lane.fresh.pop(node, None)
             elif node in lane.fresh and self._is_wanted(node, durable):
-                offers.append(self._offer(lane.fresh.pop(node), node))
+                del lane.fresh[node]
+                offers.append(self._offer(node))
                 nbytes += offers[-1].nbytes
         return offers
 
-    def _offer(self, tree: Tree, node: Node) -> Offer:
+    def _offer(self, node: Node) -> Offer:
+        tree = tree_of(node)
         nodes = tuple(node.path())[::-1]
         path = tuple(_span(each) for each in nodes)
-        return Offer(tree.namespace, path, not tree.splits, Receipt(tree, nodes))
+        return Offer(tree.namespace, path, not tree.splits, Receipt(nodes))
 
     def _is_wanted(self, node: Node, durable: bool) -> bool:
         return not node.warm and self._is_worth(node, durable)

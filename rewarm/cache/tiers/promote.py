@@ -37,20 +37,25 @@ class Promoter:
                 return
             self._fill_windows(pin, pieces)
             self._checkpoint(pin, pieces, found)
-            for stop in self._stops(query, pieces, known, upto):
-                if not self._grow(pin, query, stop, pieces):
+            origins = {
+                stop: origin
+                for piece in pieces
+                for stop, origin in zip(piece.stops, piece.origins, strict=True)
+            }
+            # In `exact` the prompt's own chunks, of which a payload may hold several.
+            stops = query.cuts if query.reuse == "exact" else sorted(origins)
+            for stop in stops:
+                if not known < stop <= upto:
+                    continue
+                if not self._grow(pin, query, stop, pieces, origins.get(stop, "prefill")):
                     return
                 self._checkpoint(pin, pieces, found)
         finally:
             pin.drop()
 
-    def _stops(self, query: Query, pieces: Sequence[Unsealed], known: int, upto: int) -> list[int]:
-        """The positions at which the new nodes end."""
-        if query.reuse == "exact":
-            return [cut for cut in query.cuts if known < cut <= upto]
-        return sorted({stop for piece in pieces for stop in piece.stops if stop > known})
-
-    def _grow(self, pin: Pin, query: Query, stop: int, pieces: Sequence[Unsealed]) -> bool:
+    def _grow(
+        self, pin: Pin, query: Query, stop: int, pieces: Sequence[Unsealed], origin: Origin
+    ) -> bool:
         start = pin.node.end
         rows = _held(pieces, "rows", start, stop)
         window = _held(pieces, "window", start, stop)
@@ -62,7 +67,7 @@ class Promoter:
         if not self.memory.evictor.make_room(nbytes, buffers):
             return False
         key = query.data[start * WIDTH : stop * WIDTH]
-        self.memory.grow(pin, key, _origin(pieces, stop), rows, window)
+        self.memory.grow(pin, key, origin, rows, window)
         return True
 
     def _fill_windows(self, pin: Pin, pieces: Sequence[Unsealed]) -> None:
@@ -105,12 +110,3 @@ def _held(pieces: Sequence[Unsealed], what: What, start: int, stop: int) -> Rows
         if part is not None and part.stop == at:
             parts.insert(0, part)
     return chained(parts)
-
-
-def _origin(pieces: Sequence[Unsealed], stop: int) -> Origin:
-    """The origin of the tokens before `stop`."""
-    for piece in pieces:
-        for end, origin in zip(piece.stops, piece.origins, strict=True):
-            if end == stop:
-                return origin
-    return "prefill"

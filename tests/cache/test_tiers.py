@@ -19,7 +19,7 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.find import Query
 from rewarm.cache.tiers import seal
 from rewarm.cache.tiers.base import Found, Sealed, Take
-from rewarm.cache.tiers.seal import LABEL, Unsealed, Unsealer
+from rewarm.cache.tiers.seal import LABEL, FetchedPayload, Unsealer
 from rewarm.values import Match
 from tests import zoo
 from tests.cache.hostile_tier import HostileTier, Vice
@@ -95,14 +95,14 @@ def test_whatever_a_tier_does_no_answer_changes(name: str, vice: Vice, reuse: st
     cache.close()
 
 
-def believing(unsealer: Unsealer, arrays: Sealed) -> Unsealed:
+def believing(unsealer: Unsealer, arrays: Sealed) -> FetchedPayload:
     """Take every payload for what was asked for, without a look at its seal."""
     label = json.loads(arrays[LABEL].tobytes())
     unpack = seal.unpack_state if label["what"] == "state" else seal.unpack_rows
     ends = [(stop, origin) for stop, origin in label["ends"]]
     stops, origins = zip(*ends, strict=True)
     value: Any = unpack(arrays, label["form"])
-    return Unsealed(label["what"], label["start"], stops, origins, value, label["kind"])
+    return FetchedPayload(label["what"], label["start"], stops, origins, value, label["kind"])
 
 
 @pytest.mark.parametrize("lie", LIES)

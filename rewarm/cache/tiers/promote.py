@@ -14,7 +14,7 @@ from ..payload import PackedState, Rows, chained
 from ..pins import Pin
 from ..tree import NODE_BYTES, WIDTH, Checkpoint, Tree
 from .base import Found
-from .seal import Unsealed, What
+from .seal import FetchedPayload, What
 
 
 @dataclass
@@ -24,7 +24,9 @@ class Promoter:
     layout: Layout
     memory: Memory
 
-    def promote(self, tree: Tree, query: Query, pieces: Sequence[Unsealed], found: Found) -> None:
+    def promote(
+        self, tree: Tree, query: Query, pieces: Sequence[FetchedPayload], found: Found
+    ) -> None:
         """Extend the path of a prompt. What does not fit is left out, and what follows it."""
         upto = max(stop for piece in pieces for stop in piece.stops)
         walk = tree.walk(query.data[: upto * WIDTH], [cut for cut in query.cuts if cut <= upto])
@@ -54,7 +56,7 @@ class Promoter:
             pin.drop()
 
     def _grow(
-        self, pin: Pin, query: Query, stop: int, pieces: Sequence[Unsealed], origin: Origin
+        self, pin: Pin, query: Query, stop: int, pieces: Sequence[FetchedPayload], origin: Origin
     ) -> bool:
         start = pin.node.end
         rows = _held(pieces, "rows", start, stop)
@@ -70,7 +72,7 @@ class Promoter:
         self.memory.grow(pin, key, origin, rows, window)
         return True
 
-    def _fill_windows(self, pin: Pin, pieces: Sequence[Unsealed]) -> None:
+    def _fill_windows(self, pin: Pin, pieces: Sequence[FetchedPayload]) -> None:
         """Give nodes that memory has the window rows that it let go of."""
         for node in pin.node.path():
             has = node.window.start if node.window is not None else node.end
@@ -80,7 +82,7 @@ class Promoter:
             if self.memory.evictor.make_room(window.nbytes, window.buffers):
                 self.memory.ledger.put_window(node, window)
 
-    def _checkpoint(self, pin: Pin, pieces: Sequence[Unsealed], found: Found) -> None:
+    def _checkpoint(self, pin: Pin, pieces: Sequence[FetchedPayload], found: Found) -> None:
         node = pin.node
         at_end = [p for p in pieces if p.what == "state" and p.start == node.end]
         kind = found.kind if found.resume == node.end else None
@@ -99,7 +101,7 @@ class Promoter:
         )
 
 
-def _held(pieces: Sequence[Unsealed], what: What, start: int, stop: int) -> Rows | None:
+def _held(pieces: Sequence[FetchedPayload], what: What, start: int, stop: int) -> Rows | None:
     """The rows up to the end of a span, as far back in it as there is no gap."""
     parts: list[Rows] = []
     for piece in sorted(pieces, key=lambda piece: -piece.stop):

@@ -39,7 +39,7 @@ class BrokenSeal(Exception):
 
 
 @dataclass(frozen=True)
-class Unsealed:
+class FetchedPayload:
     """A payload that was checked, cut to the path that was asked for."""
 
     what: What
@@ -82,7 +82,7 @@ class PathDigest:
 
 
 @dataclass(frozen=True)
-class Payload:
+class OfferedPayload:
     """A payload of an offered path, not sealed yet."""
 
     what: What
@@ -96,7 +96,7 @@ class Payload:
         return (self.value.start, self.value.stop) if isinstance(self.value, Rows) else None
 
 
-def payloads(offer: Offer, known: int = 0, most: int | None = None) -> Iterator[Payload]:
+def payloads(offer: Offer, known: int = 0, most: int | None = None) -> Iterator[OfferedPayload]:
     """The payloads that the end of an offered path can be restored from.
 
     `known` is the number of tokens whose rows the tier has already. `most` is the number of bytes
@@ -116,12 +116,12 @@ def payloads(offer: Offer, known: int = 0, most: int | None = None) -> Iterator[
     for group in groups:
         whole = chained([rows for _, rows in group])
         assert whole is not None
-        yield Payload("rows", tuple(span for span, _ in group), whole)
+        yield OfferedPayload("rows", tuple(span for span, _ in group), whole)
     for span in offer.path:
         if span.window is not None:
-            yield Payload("window", (span,), span.window)
+            yield OfferedPayload("window", (span,), span.window)
     if offer.path[-1].state is not None:
-        yield Payload("state", offer.path[-1:], offer.path[-1].state)
+        yield OfferedPayload("state", offer.path[-1:], offer.path[-1].state)
 
 
 class Sealer:
@@ -132,7 +132,7 @@ class Sealer:
         self._data = offer.data
         self._path = PathDigest(offer.namespace, self._data, offer.cuts)
 
-    def sealed(self, payload: Payload) -> Sealed:
+    def sealed(self, payload: OfferedPayload) -> Sealed:
         value, last = payload.value, payload.spans[-1]
         if isinstance(value, Rows):
             arrays, form = pack_rows(value)
@@ -176,7 +176,7 @@ class Unsealer:
         self._query = query
         self._path = PathDigest(query.namespace, query.data, query.cuts)
 
-    def piece(self, arrays: Sealed) -> Unsealed:
+    def piece(self, arrays: Sealed) -> FetchedPayload:
         """Raises `BrokenSeal`."""
         try:
             if not is_whole(arrays):
@@ -185,7 +185,7 @@ class Unsealer:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise BrokenSeal(f"it cannot be read ({error})") from error
 
-    def _checked(self, arrays: Sealed, label: dict[str, Any]) -> Unsealed:
+    def _checked(self, arrays: Sealed, label: dict[str, Any]) -> FetchedPayload:
         what, start = label["what"], label["start"]
         if start > self._query.length or label["path"] != self._path.at(start):
             raise BrokenSeal("it belongs to another path")
@@ -207,7 +207,7 @@ class Unsealer:
             if part is None:
                 raise BrokenSeal("it holds no rows")
             value = part
-        return Unsealed(what, start, stops, origins, value, label["kind"])
+        return FetchedPayload(what, start, stops, origins, value, label["kind"])
 
     def _ours(
         self, tokens: bytes, start: int, ends: list[Any]

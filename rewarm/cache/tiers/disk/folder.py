@@ -51,10 +51,10 @@ def make_folder(path: Path) -> None:
 
 
 def prepare(folder: Path) -> Path:
-    """Make a folder for a store, or check one that is there; return where it really lies.
+    """Make a folder for a store, or check one that is there. Return its path without links.
 
-    What lies in it under our names is checked as well: others may have been able to write in it
-    until a moment ago. From here on nobody else can change any of it."""
+    The files in it that have our names are checked as well: until a moment ago other users may
+    have been able to write there. From here on nobody else can change any of it."""
     folder = private_folder(folder)
     # A folder with other things in it keeps its mode: what we put into it is closed anyway.
     if not any(folder.iterdir()) or (folder / LOCK).exists():
@@ -93,7 +93,7 @@ def why_not(folder: Path, error: Exception) -> str:
 
 
 class Quarantine:
-    """Where damaged files go, for people to look at: never read again, and never much."""
+    """Keeps damaged files for people to look at. They are never read again, and never many."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder = folder
@@ -102,7 +102,7 @@ class Quarantine:
         self.nbytes = sum(size_of(path) for path in folder.iterdir())
 
     def take(self, *paths: Path) -> str:
-        """Move files here; returns what was done with them."""
+        """Move files here. Returns what was done with them, in words."""
         with suppress(OSError):
             make_folder(self.folder)
         stamp = f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
@@ -142,11 +142,11 @@ class Quarantine:
 
 
 class FolderHeld(Exception):
-    """A folder that another process has."""
+    """Another process has the folder."""
 
 
 class FolderLock:
-    """Ours from here to `release`, or to the end of the process, however it ends."""
+    """Holds a folder until `release`, or until the process ends in any way."""
 
     def __init__(self, path: Path) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""Space on disk: what goes so that something else can be written."""
+"""Space on disk: choosing what is removed so that something else can be written."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .trees import SECOND, UNLIMITED, DiskTrees, clock
 log = logging.getLogger("rewarm")
 
 MARGIN = 16 << 10
-"""Bytes that what waits may take beyond its estimate."""
+"""Bytes that the waiting files may take beyond their estimates."""
 FRESH = 60 * SECOND
-"""What was written or read within this time stays while there is anything older: otherwise it was
-written for nothing, and a `flush` that returned would promise little."""
+"""The time in which a node that was written or read is not removed while there is an older one.
+Otherwise it would be written for nothing, and a `flush` that returned would promise little."""
 AT_ONCE = 64
 """Nodes that are appraised at a time while there is room."""
 
 
 class DiskSpace:
-    """Makes room: what other models have goes first, then what the policy of memory says."""
+    """Makes room. Payloads of other models go first, then those that memory's policy chooses."""
 
     def __init__(self, store: Store, trees: DiskTrees, layout: Layout, policy: Retention) -> None:
         self._store = store

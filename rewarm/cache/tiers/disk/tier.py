@@ -36,7 +36,7 @@ from ..base import (
     resolved,
 )
 from ..codec import Received
-from ..seal import Payload, Sealer, payloads
+from ..seal import OfferedPayload, Sealer, payloads
 from .errors import Damaged, StoreBroken
 from .space import DiskSpace
 from .store import Store
@@ -223,6 +223,7 @@ class DiskTier(Tier):
     def offer(self, offers: Sequence[Offer]) -> list[Receipt]:
         with self._entered() as trees:
             refused = [offer.receipt for offer in offers if not self._keep(offer)]
+            trees.note_uses()
             refused, trees.returned = [*trees.returned, *refused], []
             return refused
 
@@ -246,7 +247,7 @@ class DiskTier(Tier):
             self._prune(own, by_end)
 
     def _keep_payload(
-        self, own: DiskTree, nodes: list[Node], payload: Payload, seal: Sealer
+        self, own: DiskTree, nodes: list[Node], payload: OfferedPayload, seal: Sealer
     ) -> bool:
         first, last = nodes[0], nodes[-1]
         if payload.what == "state" and last.checkpoint is not None:

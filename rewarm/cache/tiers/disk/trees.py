@@ -1,4 +1,4 @@
-"""The trees on disk: what a node has there is written once, in its node.
+"""The trees on disk. The state of a node on disk is written once, in the node.
 
 The trees are as the disk will be once everything that waits is written. The index follows them:
 `take_changes` gives the rows of the nodes that have changed, as far as their files are complete.
@@ -32,7 +32,7 @@ UNLIMITED = 1 << 60
 SECOND = 1000
 """Ticks of the clock in a second. Many things are written in one, and their order matters."""
 HEADER, HEADER_PER_ARRAY = 1024, 128
-"""About the bytes that a file takes beside its arrays."""
+"""An estimate of the bytes that a file takes beside its arrays."""
 
 
 def clock() -> int:
@@ -109,11 +109,11 @@ class DiskTrees:
         """The number of times that there was something new to write."""
         self._writing: File | None = None
         self._gone = Changes()
-        """What the index has, and is to have no more."""
+        """The rows that the index is to lose."""
         self._dirty: dict[Node, DiskTree] = {}
         """Nodes that the index does not have as they are."""
         self._used: dict[Node, DiskTree] = {}
-        """Nodes that were only used: they are written with whatever else is."""
+        """Nodes that were only used. No write is made for them alone: see `note_uses`."""
         self._taken: dict[Node, DiskTree] = {}
         """The dirty nodes of the transaction that is going on."""
         self._bases = {namespace.salted(None)}
@@ -124,7 +124,7 @@ class DiskTrees:
         self._known: dict[int, DiskTree] = {}
         """The trees that were read, by the number of their namespace."""
         self._names: dict[Namespace, int] = {}
-        """The salts of those that nobody asked for yet are not known."""
+        """The numbers of the namespaces that were asked for. An index does not tell salts."""
 
     def __iter__(self) -> Iterator[DiskTree]:
         return iter(self._known.values())
@@ -138,8 +138,7 @@ class DiskTrees:
 
     def known(self, namespace: Namespace) -> DiskTree | None:
         """A namespace's tree, if anything was ever stored for it."""
-        id = _number(digest_of(namespace))
-        if id not in self._known and id not in self._stored:
+        if namespace not in self._names and _number(digest_of(namespace)) not in self._stored:
             return None
         return self.of(namespace)
 
@@ -147,9 +146,10 @@ class DiskTrees:
         id = self._names.get(namespace)
         if id is None or id not in self._known:
             digest = digest_of(namespace)
-            id = self._names[namespace] = _number(digest)
-            self._bases.add(namespace.salted(None))
+            id = _number(digest)
             self._read(id, digest, {**_about(namespace), **self._for_people})
+            self._names[namespace] = id
+            self._bases.add(namespace.salted(None))
         return self._known[id]
 
     def by_namespace(self) -> dict[Namespace, Tree]:
@@ -299,7 +299,7 @@ class DiskTrees:
             self._note(own, node)
         elif WEIGHTS[span.kind] > WEIGHTS[held.kind]:
             held.kind = span.kind
-            self._used[node] = own
+            self._note(own, node)
 
     def use(self, own: DiskTree, end: Node) -> None:
         """Note the use of a path, for this process's retention and the next one's."""
@@ -309,6 +309,11 @@ class DiskTrees:
             self._used[node] = own
         if end.checkpoint is not None:
             end.checkpoint.last_used, end.checkpoint.hits = now, end.checkpoint.hits + 1
+
+    def note_uses(self) -> None:
+        """Have the uses since the last call written."""
+        self._dirty |= self._used
+        self._used.clear()
 
     def _split(self, own: DiskTree, node: Node, at: int) -> Node:
         self.ledger.count(node, -1)
@@ -449,8 +454,7 @@ class DiskTrees:
         change that is in it."""
         first = self._writing or next((file for file in self.waiting if file.nodes), None)
         changes, self._gone = self._gone, Changes()
-        self._taken, self._dirty = {**self._dirty, **self._used}, {}
-        self._used.clear()
+        self._taken, self._dirty = self._dirty, {}
         owns: dict[int, DiskTree] = {}
         files: dict[int, File] = {}
         for node, own in self._taken.items():
@@ -508,7 +512,7 @@ def _written(part: Any) -> int | None:
 
 
 def nbytes_of(arrays: Sealed) -> int:
-    """About the size of a payload's file."""
+    """Estimate the size of a payload's file."""
     return HEADER + sum(array.nbytes + HEADER_PER_ARRAY for array in arrays.values())
 
 

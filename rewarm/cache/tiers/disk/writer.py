@@ -21,13 +21,13 @@ log = logging.getLogger("rewarm")
 MOST_WAITING = 256 << 20
 """Bytes that may wait to be written: they are in memory, beside the budget."""
 NICE = 10
-"""How far the writer stands back behind the threads that run the model."""
+"""The priority that the writer's thread gives up to the threads that run the model."""
 REST = 24.0
 """Seconds without work after each second of the processor's time, while there are requests."""
 LONGEST_REST = 1.0
 """Seconds."""
 NEARLY_FULL = 0.75
-"""From this part of `MOST_WAITING` on it does not rest: what finds no room is never written."""
+"""The share of `MOST_WAITING` from which on it does not rest: a full queue refuses what comes."""
 PAUSE = 30.0
 """Seconds without another try after a failure."""
 SWEEP_AFTER = 5.0

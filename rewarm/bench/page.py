@@ -10,6 +10,8 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 
+from rewarm.errors import InvalidOption
+
 from .bench import NO_WARM, Bench
 from .client import get
 from .figures import ratios
@@ -33,7 +35,10 @@ def page(bench: Bench, answer: int, polls: float) -> None:
     The polls come `polls` times as often as those of the page, and the loss is divided by that: the
     cost of one poll a second is less than the noise of a busy machine."""
     with bench.sides(NO_WARM) as (side, *_):
-        change = partial(_change, bench, side)
+
+        def change() -> None:
+            side.ask([bench.user(20)], 1)
+
         for _ in bench.each("filling the tree", range(FILLING)):
             change()
         tasks = Path(f"/proc/{side.process.pid}/task")
@@ -64,10 +69,6 @@ def _rows(bench: Bench, rates: dict[str, list[float]], polls: float) -> None:
         bench.result.figures["polled, of the rate alone"] = str(share)
         lost = (1 - share.median) / polls
         bench.result.figures["an open page takes, of the decode rate"] = f"{lost:.2%}"
-
-
-def _change(bench: Bench, side: Side) -> None:
-    side.ask([bench.user(20)], 1)
 
 
 def _cost(side: Side, path: str, tasks: Path, change: Callable[[], None]) -> float:
@@ -107,4 +108,6 @@ def _rate(bench: Bench, side: Side, answer: int) -> float:
     """Tokens a second of one answer that does not end before its limit."""
     never = {"logit_bias": {str(bench.tokenizer.eos_token_id): -100}}
     each = side.ask([bench.user(20)], answer, never).per_token
-    return 1 / each if each else 0.0
+    if not each:
+        raise InvalidOption(f"--model {bench.model!r}: its tokens do not come one by one as text")
+    return 1 / each

@@ -8,7 +8,7 @@ from pathlib import Path
 from rewarm.errors import InvalidOption
 
 from .result import Result, Sheet
-from .svg import draw
+from .svg import draw_all
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Rewarm: what was measured</title>
@@ -52,7 +52,7 @@ def _section(result: Result) -> str:
             f"<li>{escape(k)}: {escape(str(v))}</li>" for k, v in result.figures.items()
         )
         parts.append(f"<ul>{items}</ul>")
-    parts += [draw(plot) for plot in result.plots]
+    parts += [draw_all([plot]) for plot in result.plots]
     return "\n".join(parts)
 
 

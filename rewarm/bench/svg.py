@@ -19,11 +19,6 @@ text { font: 12px system-ui, sans-serif; fill: #1f2937 }
 </style>"""
 
 
-def draw(plot: Plot) -> str:
-    """One plot as a whole SVG document."""
-    return draw_all([plot])
-
-
 def draw_all(plots: list[Plot]) -> str:
     """All plots in one document, one below the other."""
     parts = [

@@ -75,7 +75,7 @@ class _Numbers:
         self._last: list[Any] = []
         self._last_numbers: list[int] = []
 
-    def of(self, blocks: list[Any]) -> list[int]:
+    def of(self, blocks: list[Any]) -> Blocks:
         # Most requests repeat most of the previous one.
         same = 0
         for ours, theirs in zip(blocks, self._last, strict=False):
@@ -88,7 +88,7 @@ class _Numbers:
             above = self._known.setdefault((above, block), len(self._known))
             numbers.append(above)
         self._last, self._last_numbers = blocks, numbers
-        return numbers
+        return np.asarray(numbers, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _requests(path: Path, session: int, numbers: _Numbers) -> Iterator[TraceRequ
         if "tokens" in line:
             tokens = [int(t) for t in line["tokens"]]
             yield TraceRequest(
-                float(line.get("timestamp", 0)), session, _array(numbers.of(tokens)), 1, len(tokens)
+                float(line.get("timestamp", 0)), session, numbers.of(tokens), 1, len(tokens)
             )
         elif "hash_ids" in line:
             length, ids = int(line["input_length"]), list(line["hash_ids"])
@@ -169,7 +169,7 @@ def _requests(path: Path, session: int, numbers: _Numbers) -> Iterator[TraceRequ
             if length < len(ids) * MOONCAKE_BLOCK:
                 ids[-1] = ("cut", ids[-1])
             yield TraceRequest(
-                line["timestamp"] / 1e3, session, _array(numbers.of(ids)), MOONCAKE_BLOCK, length
+                line["timestamp"] / 1e3, session, numbers.of(ids), MOONCAKE_BLOCK, length
             )
 
 
@@ -186,7 +186,7 @@ def _session(document: dict[str, Any], session: int, numbers: _Numbers) -> Itera
         yield TraceRequest(
             float(line["t"]),
             session,
-            _array(numbers.of(ids)),
+            numbers.of(ids),
             size,
             length,
             system=system,
@@ -194,7 +194,3 @@ def _session(document: dict[str, Any], session: int, numbers: _Numbers) -> Itera
             waits=line.get("stop") == "end_turn",
         )
         before = length + int(line.get("out", 0))
-
-
-def _array(numbers: list[int]) -> Blocks:
-    return np.asarray(numbers, dtype=np.int32)

@@ -21,7 +21,7 @@ from rewarm.bench.profiles import Profile, profile
 from rewarm.bench.report import write
 from rewarm.bench.result import Plot, Result
 from rewarm.bench.simulate import POLICIES, replay
-from rewarm.bench.svg import draw
+from rewarm.bench.svg import draw_all
 from rewarm.bench.traces import Trace, TraceRequest, read
 from rewarm.cli.app import app
 from rewarm.errors import InvalidOption
@@ -214,7 +214,7 @@ def test_a_result_is_read_back_as_it_was_and_drawn(tmp_path: Path) -> None:
 
 
 def test_a_plot_of_nothing_says_so() -> None:
-    assert "nothing" in draw(Plot("Empty", "x", "y"))
+    assert "nothing" in draw_all([Plot("Empty", "x", "y")])
 
 
 def test_bench_runs_a_trace_from_the_command_line(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rewarm.bench import sides
+from rewarm.bench import page, sides
 from rewarm.bench.result import Result
 from rewarm.bench.sides import command, other
 from rewarm.cli.app import app
@@ -214,6 +214,21 @@ def test_memory_shows_what_a_peer_holds_of_the_same_chats(tmp_path: Path) -> Non
     assert sheet.columns[-1] == "peer's MB"
     assert float(sheet.rows[-1][-1]) > 0
     assert set(result.plots[0].lines) == {"all", "rows and windows", "mlx-lm"}
+
+
+def test_page_measures_the_polls_and_a_stream_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "FILLING", 2)
+    monkeypatch.setattr(page, "QUESTIONS", {page.LIVE: 1, page.TREE: 1})
+    out = tmp_path / "out.json"
+    words = ["page", "--model", "random:attention-small", "--rounds", "1", "--answer", "8"]
+    done = CliRunner().invoke(app, ["bench", *words, "--polls", "20", "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    *costs, rates = Result.load(out).sheets
+    asked = [page.LIVE, page.TREE] if Path("/proc").exists() else []
+    assert [row[0] for cost in costs for row in cost.rows] == asked
+    assert [float(rate) > 0 for rate in rates.rows[0][1:]] == [True, True]
 
 
 def test_prefix_shows_where_the_time_of_a_hit_goes(tmp_path: Path) -> None:

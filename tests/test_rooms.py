@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +47,9 @@ ALLOWED = {
     # It alone knows the built-in model, and where that lies.
     ("loading.py", "pocket"),
 }
+PLAIN = {"values", "errors", "options"}
+"""The rooms that every other one may import, so the page of the architecture leaves them out."""
+PAGE = HOME.parent / "docs" / "architecture.md"
 DOORS = ("__init__.py", "__main__.py")
 """The package's own doors: they import a room when something of it is asked for."""
 
@@ -91,6 +96,33 @@ def test_a_room_imports_only_from_those_before_it() -> None:
         if room not in place or place.get(room_of(HOME / file), 0) <= place[room]
     }
     assert not wrong
+
+
+def needs() -> dict[str, set[str]]:
+    """Each room with the rooms that it imports from."""
+    doors = {room_of(HOME / door) for door in DOORS}
+    found: dict[str, set[str]] = {room_of(p): set() for p in HOME.rglob("*.py")}
+    for file, room in arrows():
+        found[room_of(HOME / file)].add(room)
+    return {room: found[room] - PLAIN for room in found.keys() - PLAIN - doors}
+
+
+def test_the_table_of_the_architecture_has_every_import() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    assert {room: set(re.findall(r"`(\w+)`", names)) for room, names in rows} == needs()
+
+
+def test_the_picture_of_the_architecture_leads_from_each_room_to_those_that_import_it() -> None:
+    drawn = defaultdict(set)
+    for before, after in re.findall(r"^    (\w+) --> (\w+)$", PAGE.read_text(), re.MULTILINE):
+        assert before in needs()[after]
+        drawn[after].add(before)
+
+    def ways_back(room: str) -> set[str]:
+        return drawn[room].union(*(ways_back(before) for before in drawn[room]))
+
+    for room, imported in needs().items():
+        assert imported <= ways_back(room), f"no way is drawn to {room} from all that it imports"
 
 
 def test_prompt_needs_plain_data_only() -> None:

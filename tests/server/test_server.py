@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -380,13 +379,12 @@ def test_a_signal_ends_streams_properly_and_exits_with_0(number: signal.Signals)
             while "reasoning" not in next(lines):
                 pass
             process.send_signal(number)
-            began = time.monotonic()
             rest = [line for line in lines if line.startswith("data: ")]
         assert rest[-1] == "data: [DONE]"
         last = json.loads(rest[-2].removeprefix("data: "))
         assert last["choices"][0]["finish_reason"] == "length"
+        assert len(rest) < 20_000, "it was not stopped, but came to its own end"
         assert process.wait(20) == 0
-        assert time.monotonic() - began < 15
     finally:
         process.kill()
         process.wait()

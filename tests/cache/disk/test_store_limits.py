@@ -142,12 +142,8 @@ def test_a_large_index_opens_in_a_few_queries(folder: Path) -> None:
         patch.setattr(sqlite3, "connect", traced)
         patch.setattr(files, "stored", lambda _: pytest.fail("the files are not looked at"))
         patch.setattr(files, "place", lambda *_: pytest.fail("nor is any one of them"))
-        began = time.perf_counter()
         kept = opened(folder, limit=1 << 40)
-        middle = time.perf_counter()
         stored = kept.index.load(ONE)
-        done = time.perf_counter()
-    print(f"{count} nodes: open {middle - began:.2f} s, nodes {done - middle:.2f} s")
     assert len(stored.nodes) == len(stored.files) == count
     assert len(statements) < 60
     kept.close()

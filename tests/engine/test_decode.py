@@ -32,6 +32,8 @@ WITHOUT_WINDOW = (31,)
 APPENDED = 6
 AFTER = 40 if SOAK else 4
 """Steps after what was taken back. All that the caches hold is compared before them."""
+ANSWER = 40 if SOAK else 12
+"""Tokens of an answer, which leaves the window of a prompt of 25."""
 
 
 def steps(model: Any, caches: list[Any], tokens: Sequence[Sequence[int]]) -> list[bytes]:
@@ -182,7 +184,7 @@ def answers(model: Any, decoder: type[Batch], together: bool) -> tuple[list[Any]
     for i in range(3):
         sinks.append(Collected())
         sampling = Sampling(temperature=1.0, seed=i) if i else Sampling()
-        core.submit(Request(prompt(25 + i, seed=i), sinks[-1], 40 + i, sampling))
+        core.submit(Request(prompt(25 + i, seed=i), sinks[-1], ANSWER + i, sampling))
         while not together and core.has_work:
             core.turn()
     while core.has_work:
@@ -195,7 +197,7 @@ def answers(model: Any, decoder: type[Batch], together: bool) -> tuple[list[Any]
         answer = np.array(sink.tokens, np.int32)
         ran = run(model, cache, joined(prompt(25 + i, seed=i), answer, prompt(9, seed=9)))
         later.append((ran.match.resume, ran.logits.tobytes()))
-    assert all(resume == 25 + i + 40 + i for i, (resume, _) in enumerate(later))
+    assert all(resume == 25 + i + ANSWER + i for i, (resume, _) in enumerate(later))
     return said, later
 
 

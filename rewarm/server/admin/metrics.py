@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -29,44 +29,49 @@ class Metrics:
     def __init__(self, engine: Engine, model: str, generating: Iterable[str]) -> None:
         """`generating` has the names of the endpoints that generate."""
         self.registry = CollectorRegistry()
-        self._requests = self._counter(
-            "requests", "HTTP requests; status 499: the client went away.", "endpoint", "status"
+        counter = partial(Counter, namespace="rewarm", registry=self.registry)
+        gauge = partial(Gauge, namespace="rewarm", registry=self.registry)
+        histogram = partial(Histogram, namespace="rewarm", registry=self.registry)
+        self._requests = counter(
+            "requests",
+            "HTTP requests; status 499: the client went away.",
+            ["endpoint", "status"],
         )
-        self._prompt = self._counter(
+        self._prompt = counter(
             "prompt_tokens",
             "Prompt tokens: cached (not computed), prefilled (computed), and replayed (those of "
             "the prefilled ones that the cache knew).",
-            *("endpoint", "kind"),
+            ["endpoint", "kind"],
         )
-        self._generated = self._counter("generated_tokens", "Tokens of answers.", "endpoint")
-        self._resumed = self._counter(
+        self._generated = counter("generated_tokens", "Tokens of answers.", ["endpoint"])
+        self._resumed = counter(
             "resumed",
             "Prompts that went on from what was stored, by tier and by the kind of checkpoint.",
-            *("tier", "boundary"),
+            ["tier", "boundary"],
         )
-        self._restored = self._counter(
-            "restored_bytes", "Bytes of the prefixes that prompts went on from.", "tier"
+        self._restored = counter(
+            "restored_bytes", "Bytes of the prefixes that prompts went on from.", ["tier"]
         )
-        self._missed = self._counter(
-            "misses", "Prompts of which not all was reused that could have been.", "reason"
+        self._missed = counter(
+            "misses", "Prompts of which not all was reused that could have been.", ["reason"]
         )
-        self._missed_tokens = self._counter(
-            "missed_tokens", "Tokens that were computed for that reason.", "reason"
+        self._missed_tokens = counter(
+            "missed_tokens", "Tokens that were computed for that reason.", ["reason"]
         )
-        self._first_token = self._histogram(
+        self._first_token = histogram(
             "time_to_first_token_seconds",
             "From a request's arrival at the engine to its first token.",
-            FIRST_TOKEN,
-            "endpoint",
+            ["endpoint"],
+            buckets=FIRST_TOKEN,
         )
-        self.between = self._histogram(
-            "inter_token_seconds", "Between two tokens of an answer.", BETWEEN_TOKENS
+        self.between = histogram(
+            "inter_token_seconds", "Between two tokens of an answer.", buckets=BETWEEN_TOKENS
         )
-        self._part = self._histogram(
+        self._part = histogram(
             "prompt_seconds",
             "Where the time to the first token went: queue, match, restore, prefill.",
-            PARTS,
-            "part",
+            ["part"],
+            buckets=PARTS,
         )
         for endpoint in generating:
             self._generated.labels(endpoint)
@@ -78,21 +83,10 @@ class Metrics:
         for reason in get_args(Reason):
             self._missed.labels(reason)
             self._missed_tokens.labels(reason)
-        info = Gauge("rewarm_info", "What is served.", ("version", "model"), registry=self.registry)
+        info = gauge("info", "What is served.", ["version", "model"])
         info.labels(rewarm.__version__, model).set(1)
-        started = Gauge(
-            "rewarm_start_time_seconds", "When the server was started.", registry=self.registry
-        )
-        started.set(time.time())
+        gauge("start_time_seconds", "When the server was started.").set_to_current_time()
         self.registry.register(_Now(engine))
-
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(f"rewarm_{name}", help, labels, registry=self.registry)
-
-    def _histogram(
-        self, name: str, help: str, buckets: tuple[float, ...], *labels: str
-    ) -> Histogram:
-        return Histogram(f"rewarm_{name}", help, labels, buckets=buckets, registry=self.registry)
 
     def count_response(self, endpoint: str, status: int) -> None:
         self._requests.labels(endpoint, str(status)).inc()

@@ -23,7 +23,7 @@ from rewarm.cache.tiers.seal import LABEL, FetchedPayload, Unsealer
 from rewarm.values import Match
 from tests import zoo
 from tests.cache.hostile_tier import HostileTier, Vice
-from tests.cache.test_programs import STORED_CASES, Programs, half, run_programs
+from tests.cache.test_programs import LONGEST, STORED_CASES, Programs, half, run_programs
 from tests.runs import CHUNK, Prompt, cold, divergence, joined, prompt, run
 from tests.sets import SOAK
 
@@ -141,13 +141,18 @@ class ProgramsOverATier(Programs):
     def become(self, vices: list[Vice]) -> None:
         self.tier.vices = tuple(vices)
 
-    @rule()
-    def restart(self) -> None:
+    @rule(back=st.integers(1, 3), more=st.integers(1, 20))
+    def restart(self, back: int, more: int) -> None:
+        """Go on, in another cache, from a prompt that this one has computed."""
         for lease, _ in self.leases:
             lease.release()
         self.leases.clear()
+        known = self.prompts[-min(back, len(self.prompts))]
+        self.ask(back, 0)
         self.cache.close()
         self.cache = self.make_cache()
+        self.prompts.append(joined(known, prompt(more, 7))[:LONGEST])
+        self.ask(1, 0)
 
 
 @pytest.mark.parametrize(("name", "reuse"), half(STORED_CASES, 1))

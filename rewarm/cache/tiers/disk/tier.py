@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from rewarm.errors import BrokenInvariant
@@ -301,22 +301,18 @@ class DiskTier(Tier):
     # On any thread
 
     def stats(self) -> TierStats:
+        nbytes = 0
+        with suppress(OSError):  # the folder is gone, or the store is broken
+            nbytes = self.store.bytes()
         return TierStats(
             budget=self.store.limit,
-            kinds={"files": self._nbytes()},
+            kinds={"files": nbytes},
             evictions={"any": self._space.evictor.evictions},
             reads=self._reads,
             written=self.writer.written,
             unwritten=self.trees.waiting_bytes,
             paused=self.writer.paused,
         )
-
-    def _nbytes(self) -> int:
-        """The bytes that the store takes on disk."""
-        try:
-            return self.store.bytes()
-        except OSError:
-            return 0
 
     def browse(self) -> Browsed:
         held = self.trees.ledger.held

@@ -58,6 +58,9 @@ class File:
     nodes: set[Node] = field(default_factory=set)
     """The nodes that have a part of it."""
 
+    def overlaps(self, start: int, stop: int) -> bool:
+        return self.span is not None and self.span[0] < stop and start < self.span[1]
+
 
 class FilePart:
     """The part of a file that is one node's rows, window or state."""
@@ -221,11 +224,8 @@ class DiskTrees:
         rows, window, state = (
             files.get(id) for id in (row.rows_file, row.window_file, row.state_file)
         )
-        for file in (rows, window):
-            if file is not None and not (
-                file.span and file.span[0] < stop and start < file.span[1]
-            ):
-                return None
+        if any(file and not file.overlaps(start, stop) for file in (rows, window)):
+            return None
         if state is not None and state.span is not None:
             return None
         node = own.tree.add(parent, row.key, cast(Origin, row.origin))

@@ -247,14 +247,14 @@ def test_another_tenants_words_are_never_shown(
 def test_what_is_remembered_of_chats_is_bounded() -> None:
     import numpy as np
 
-    from rewarm.generate.why.advice import ChatRecord
     from rewarm.generate.why.recent import RecentChat, RecentChats
+    from rewarm.prompt.chat import Chat
 
     recent = RecentChats(most=5, most_tokens=1000)
 
     def chat(i: int, size: int) -> RecentChat:
-        record = ChatRecord([{"role": "user", "content": str(i)}])
-        return RecentChat(str(i), None, record, np.full(size, i, np.int32), size)
+        asked = Chat([{"role": "user", "content": str(i)}])
+        return RecentChat(str(i), None, asked, np.full(size, i, np.int32), size)
 
     for i in range(20):
         recent.add(chat(i, 10))

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from rewarm.prompt.chat import Chat
 from rewarm.prompt.messages import REASONING, is_system
 from rewarm.values import Message
 
@@ -38,18 +39,10 @@ ALIKE = 64
 """The characters that two system prompts must share after their difference."""
 
 
-@dataclass(frozen=True)
-class ChatRecord:
-    """The canonical messages of a chat, and its tools."""
-
-    messages: Sequence[Message]
-    tools: Sequence[Any] = ()
-
-
 class Change(NamedTuple):
     """A chat without a pattern, and the first place where the pattern stands."""
 
-    fixed: ChatRecord
+    fixed: Chat
     field: str
     message: int | None = None
     role: str | None = None
@@ -63,7 +56,7 @@ class Pattern(NamedTuple):
     name: str
     title: str
     advice: str
-    look: Callable[[ChatRecord, ChatRecord], Change | None]
+    look: Callable[[Chat, Chat], Change | None]
     """Finds the pattern in a chat, given an earlier one."""
 
 
@@ -89,7 +82,7 @@ class Proposal(NamedTuple):
         }
 
 
-def proposals(now: ChatRecord, before: ChatRecord) -> Iterator[Proposal]:
+def proposals(now: Chat, before: Chat) -> Iterator[Proposal]:
     """Give a proposal for each pattern that the two chats show."""
     for pattern in PATTERNS:
         change = pattern.look(now, before)
@@ -97,25 +90,26 @@ def proposals(now: ChatRecord, before: ChatRecord) -> Iterator[Proposal]:
             yield Proposal(pattern, change)
 
 
-def _tools_order(now: ChatRecord, before: ChatRecord) -> Change | None:
-    names, known = ([_name(t) for t in record.tools] for record in (now, before))
+def _tools_order(now: Chat, before: Chat) -> Change | None:
+    names, known = ([_name(t) for t in chat.tools or ()] for chat in (now, before))
     if names == known or sorted(names) != sorted(known) or len(set(names)) < len(names):
         return None
-    by_name = dict(zip(names, now.tools, strict=True))
+    by_name = dict(zip(names, now.tools or (), strict=True))
     fixed = replace(now, tools=[by_name[name] for name in known])
     i = _first(names, known)
     return Change(fixed, "tools", stored=known[i], sent=names[i])
 
 
-def _json_keys(now: ChatRecord, before: ChatRecord) -> Change | None:
+def _json_keys(now: Chat, before: Chat) -> Change | None:
     """Compare tools, the arguments of calls, and messages that are JSON as a whole."""
-    tools = [_in_order_of(a, b) for a, b in zip(now.tools, before.tools, strict=False)]
-    tools += now.tools[len(tools) :]
+    sent, known = now.tools or [], before.tools or []
+    tools = [_in_order_of(a, b) for a, b in zip(sent, known, strict=False)]
+    tools += sent[len(tools) :]
     pairs = list(zip(now.messages, before.messages, strict=False))
     messages = [_message_in_order_of(message, other) for message, other in pairs]
     messages += now.messages[len(messages) :]
-    fixed = ChatRecord(messages, tools)
-    for tool, other, ordered in zip(now.tools, before.tools, tools, strict=False):
+    fixed = replace(now, messages=messages, tools=tools or None)
+    for tool, other, ordered in zip(sent, known, tools, strict=False):
         if _differ(tool, ordered):
             return Change(fixed, "tools", None, None, *_apart(other, tool))
     for i, (message, before_it) in enumerate(pairs):
@@ -135,8 +129,8 @@ Changed = tuple[Message, str, str]
 def _message_by_message(
     field: str,
     change: Callable[[Message, Message], Changed | None],
-    now: ChatRecord,
-    before: ChatRecord,
+    now: Chat,
+    before: Chat,
 ) -> Change | None:
     """Find a pattern that shows between two messages in the same place of both chats."""
     messages = list(now.messages)
@@ -150,9 +144,7 @@ def _message_by_message(
     return first and first._replace(fixed=replace(now, messages=messages))
 
 
-def _other_values(
-    expression: re.Pattern[str], now: ChatRecord, before: ChatRecord
-) -> Change | None:
+def _other_values(expression: re.Pattern[str], now: Chat, before: Chat) -> Change | None:
     """Find a value that stands in the same place of both chats, each time another one."""
 
     def change(message: Message, other: Message) -> Changed | None:
@@ -171,7 +163,7 @@ def _without_thinking(message: Message, other: Message) -> Changed | None:
     return fixed, theirs[:SHOWN], mine[:SHOWN]
 
 
-def _trimmed(now: ChatRecord, before: ChatRecord) -> Change | None:
+def _trimmed(now: Chat, before: Chat) -> Change | None:
     """Find a history that has lost its beginning after the system prompt."""
     begin = next((i for i, m in enumerate(now.messages) if not is_system(m)), len(now.messages))
     kept, whole = list(now.messages[begin:]), list(before.messages[begin:])
@@ -194,7 +186,7 @@ def _trimmed(now: ChatRecord, before: ChatRecord) -> Change | None:
     return None
 
 
-def _system_prompt(now: ChatRecord, before: ChatRecord) -> Change | None:
+def _system_prompt(now: Chat, before: Chat) -> Change | None:
     if not now.messages or not before.messages or not is_system(now.messages[0]):
         return None
     mine, theirs = now.messages[0]["content"], before.messages[0]["content"]

@@ -16,7 +16,7 @@ from rewarm.values import Miss
 
 from ..generation import Generation, PromptRun
 from ..generator import Generator
-from .advice import ChatRecord, proposals
+from .advice import proposals
 from .miss import described
 from .recent import RecentChat, RecentChats
 
@@ -56,9 +56,8 @@ class Advisor:
         messages = list(chat.messages)
         if len(run.choices) == 1 and run.choices[0].finish in ("stop", "tool_calls"):
             messages.append(chat.returned(run.choices[0].answer))
-        record = ChatRecord(messages, chat.tools or ())
-        prompt, salt = run.prompt, generation.options.salt
-        self.recent.add(RecentChat(id, salt, record, prompt.tokens, prompt.generation))
+        prompt, salt, chat = run.prompt, generation.options.salt, replace(chat, messages=messages)
+        self.recent.add(RecentChat(id, salt, chat, prompt.tokens, prompt.generation))
 
     def explain(
         self, asked: Chat | Text, salt: str | None, other_salts: Sequence[str] = ()
@@ -100,23 +99,19 @@ class Advisor:
         self, chat: Chat, salt: str | None, before: RecentChat, prompt: Prompt
     ) -> list[dict[str, Any]]:
         """Take patterns out one after the other: one may hide another."""
-        record = ChatRecord(chat.messages, chat.tools or ())
         found: list[dict[str, Any]] = []
         cost = self._computed(prompt, salt, before)
         seen: set[str] = set()
         while True:
-            for proposal in proposals(record, before.record):
+            for proposal in proposals(chat, before.chat):
                 if proposal.pattern.name in seen:
                     continue
                 fixed = proposal.change.fixed
-                other = replace(
-                    chat, messages=list(fixed.messages), tools=list(fixed.tools) or None
-                )
-                without = self._computed(self.generator.render(other), salt, before)
+                without = self._computed(self.generator.render(fixed), salt, before)
                 if cost - without >= LEAST:
                     found.append(proposal.told(cost - without))
                     seen.add(proposal.pattern.name)
-                    record, cost = fixed, without
+                    chat, cost = fixed, without
                     break
             else:
                 return found

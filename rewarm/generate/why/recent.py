@@ -7,10 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rewarm.prompt.chat import Chat
 from rewarm.prompt.text import common_tokens
 from rewarm.values import Message, Tokens
-
-from .advice import ChatRecord
 
 MOST = 256
 """The most chats that are kept."""
@@ -24,7 +23,7 @@ class RecentChat:
 
     id: str
     salt: str | None
-    record: ChatRecord
+    chat: Chat
     """It ends with the delivered answer, where that is done."""
     tokens: Tokens
     generation: int
@@ -32,7 +31,7 @@ class RecentChat:
 
     def overlap(self, messages: Sequence[Message]) -> int:
         """Count the characters of messages that both have, wherever they stand."""
-        own = {(m["role"], m["content"]) for m in self.record.messages}
+        own = {(m["role"], m["content"]) for m in self.chat.messages}
         return sum(len(m["content"]) for m in messages if (m["role"], m["content"]) in own)
 
 

@@ -56,7 +56,9 @@ class Fetching:
             return True
 
         running.pace = None  # once is enough
-        fetch = self._cache.fetch(running.tokens, running.salt, running.boundaries, worth=worth)
+        fetch = self._cache.fetch(
+            running.tokens, running.salt, running.request.boundaries, worth=worth
+        )
         running.fetching = fetch
         self._scheduler.fetching(number)
         running.tell_progress()

@@ -23,6 +23,7 @@ from .messages import (
     Submit,
     Warm,
 )
+from .request import Request, Silent
 from .requests import Requests
 from .runner import Failed, Runner, alternatives
 from .running import Running
@@ -86,11 +87,11 @@ class Loop:
             case Warm(path):
                 # The last token of a prompt is left to its first step, which warm-ahead has not.
                 prompt = np.append(path.tokens, np.int32(0))
-                warm = Running(next(self._numbers), salt=path.salt, warm=True, prompt=prompt)
-                warm.boundaries = tuple(path.boundaries)
-                self._queue(warm)
-            case Cancel(request):
-                self.requests.leave(self.requests.sequences(request))
+                request = Request(prompt, Silent(), 0, boundaries=path.boundaries, salt=path.salt)
+                number = next(self._numbers)
+                self._queue(Running(number, salt=path.salt, warm=True, request=request))
+            case Cancel(number):
+                self.requests.leave(self.requests.sequences(number))
             case Close():
                 self.requests.leave(list(self.scheduler.jobs.values()))
                 self._fetching.close()
@@ -115,11 +116,8 @@ class Loop:
             running = Running(
                 next(self._numbers),
                 salt=request.salt,
-                prompt=request.tokens,
                 request=request,
                 choice=choice,
-                boundaries=tuple(request.boundaries),
-                max_tokens=request.max_tokens,
                 submitted=message.at,
                 # The other answers find what the first one's prompt left in memory.
                 pace=message.pace if choice == 0 else None,
@@ -129,15 +127,15 @@ class Loop:
 
     def _queue(self, running: Running) -> None:
         """Have a sequence wait for its turn."""
-        cache, tokens = self.runner.cache, running.tokens
+        cache, tokens, request = self.runner.cache, running.tokens, running.request
         try:
-            match = cache.match(tokens, running.salt, running.boundaries, tiers=False)
+            match = cache.match(tokens, running.salt, request.boundaries, tiers=False)
         except Exception as error:
             self.requests.fail(running, error)
             return
         running.data, running.stop, running.known = encode(tokens), len(tokens) - 1, match.resume
         is_known = running.known >= running.stop
-        running.nbytes = self.runner.bytes_for(len(running.prompt) + running.max_tokens)
+        running.nbytes = self.runner.bytes_for(len(request.tokens) + request.max_tokens)
         running.fetch = running.pace is not None and not is_known
         if not (running.warm and is_known):
             self.scheduler.add(running)
@@ -239,7 +237,6 @@ class Loop:
     def _give(self, running: Running, token: int, logprobs: mx.array) -> None:
         """Hand a token to the request's sink, and note where the answer ends with it."""
         request = running.request
-        assert request is not None  # warm-ahead does not decode
         running.give(token)
         if request.top_logprobs is None:
             sampled = Sampled(token)
@@ -248,7 +245,7 @@ class Loop:
         reason: Finish | None = None
         if request.sink.token(running.choice, sampled) or token in request.end_tokens:
             reason = "stop"
-        elif len(running.generated) >= running.max_tokens:
+        elif len(running.generated) >= request.max_tokens:
             reason = "length"
         running.ended = reason
 

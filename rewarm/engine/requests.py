@@ -41,14 +41,14 @@ class Requests:
 
     def has(self, running: Running) -> bool:
         """Say whether a sequence belongs to a request that is open."""
-        return running.request is not None and running.request.id in self._open
+        return running.request.id in self._open
 
     def open(self, request: Request) -> None:
         self._open[request.id] = _Open(request, request.n)
 
     def sequences(self, request: int) -> list[Running]:
         """The sequences of a request."""
-        return [s for s in self._jobs.values() if s.request and s.request.id == request]
+        return [s for s in self._jobs.values() if s.request.id == request]
 
     def leave(self, sequences: Collection[Running], reason: Finish = "cancelled") -> None:
         """Store, forget and tell: these are done. `reason`: of those that have not ended yet."""
@@ -64,12 +64,10 @@ class Requests:
     def fail(self, running: Running, error: BaseException) -> None:
         """An error belongs to its request, and ends all of it."""
         log.error("%s failed", running, exc_info=error)
-        request = running.request
-        for each in [running, *(self.sequences(request.id) if request is not None else ())]:
+        for each in [running, *self.sequences(running.request.id)]:
             self._runner.leave([each], keep=False)
             self._remove(each.id)
-        if request is not None:
-            self._fail(request, error)
+        self._fail(running.request, error)
 
     def restart(self, error: BaseException, *, keep: bool) -> Iterator[Running]:
         """End what a turn that failed as a whole has left. Gives those that start over."""
@@ -85,14 +83,13 @@ class Requests:
                 self.fail(each, error)
             each.isolated = each.isolated or ran
         again = [each for each in running if each.ended is None and self.has(each)]
-        known = {each.request.id for each in again if each.request is not None}
+        known = {each.request.id for each in again}
         for opened in [o for number, o in self._open.items() if number not in known]:
             self._fail(opened.request, error)  # the turn ended before its sequences were there
         return iter(again)
 
     def _end(self, running: Running, report: Cost) -> None:
-        request = running.request
-        opened = self._open.get(request.id) if request is not None else None
+        opened = self._open.get(running.request.id)
         if opened is None:
             return
         sink = opened.request.sink

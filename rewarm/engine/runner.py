@@ -114,11 +114,11 @@ class Runner:
         lease = self.cache.acquire(
             running.tokens,
             salt=running.salt,
-            boundaries=running.boundaries,
-            marks=request.marks if request is not None else (),
-            headroom=min(running.max_tokens - len(running.generated), MOST_ROOM),
+            boundaries=request.boundaries,
+            marks=request.marks,
+            headroom=min(request.max_tokens - len(running.generated), MOST_ROOM),
             warm=running.warm,
-            hint=request.hint if request is not None else 1.0,
+            hint=request.hint,
             fetch=running.fetching or False,
         )
         running.lease, running.fetching = lease, None
@@ -167,7 +167,6 @@ class Runner:
     def open(self, running: Running) -> Step:
         """Take the first step of a sequence, alone: an error in it shows here."""
         lease, request = running.leased, running.request
-        assert request is not None  # warm-ahead does not decode
         batch = self.decoder(
             self.model,
             Start(
@@ -262,7 +261,7 @@ class Runner:
         if batch is None or self.cache.reuse == "exact":
             return
         lease = running.leased
-        done = len(lease.tokens) - len(running.prompt)
+        done = len(lease.tokens) - len(running.request.tokens)
         computed = len(running.generated) - batch.is_ahead(running.id)
         lease.extend(running.generated[done:computed])
         try:

@@ -9,7 +9,7 @@ import numpy as np
 
 from rewarm.cache import Lease
 from rewarm.cache.tiers.fetch import Fetch
-from rewarm.values import Boundary, Cost, Finish, Match, Tokens
+from rewarm.values import Cost, Finish, Match, Tokens
 
 from .request import Request
 from .scheduler import Job
@@ -20,12 +20,9 @@ class Running(Job):
     """One answer to a request, or a prompt that is warmed ahead: a job with all that it takes to
     compute it."""
 
-    prompt: Tokens
-    request: Request | None = None
-    """None for warm-ahead."""
+    request: Request
+    """Warm-ahead has one too, which asks for no answer."""
     choice: int = 0
-    boundaries: tuple[Boundary, ...] = ()
-    max_tokens: int = 0
     submitted: float = field(default_factory=time.perf_counter)
     generated: list[int] = field(default_factory=list)
     pace: float | None = None
@@ -48,8 +45,8 @@ class Running(Job):
     def tokens(self) -> Tokens:
         """The prompt, and what was generated after it."""
         if not self.generated:
-            return self.prompt
-        return np.concatenate([self.prompt, np.asarray(self.generated, np.int32)])
+            return self.request.tokens
+        return np.concatenate([self.request.tokens, np.asarray(self.generated, np.int32)])
 
     @property
     def ready_tokens(self) -> int:
@@ -69,8 +66,8 @@ class Running(Job):
 
     def tell_progress(self) -> None:
         """Tell the request's sink how far its prompt is."""
-        if self.request is not None and not self.generated and self.choice == 0:
-            self.request.sink.prefilled(self.ready_tokens, len(self.prompt))
+        if not self.generated and self.choice == 0:
+            self.request.sink.prefilled(self.ready_tokens, len(self.request.tokens))
 
     def give(self, token: int) -> None:
         """Add a token that was generated."""
@@ -87,7 +84,7 @@ class Running(Job):
         """The cost so far."""
         now = time.perf_counter()
         started, first_token = self.started or now, self.first_token or now
-        cost = self.cost or Cost(Match(len(self.prompt)))
+        cost = self.cost or Cost(Match(len(self.request.tokens)))
         match = cost.match
         position = self.lease.position if self.lease is not None else 0
         computed = match.tokens if self.admitted else max(position, match.resume)
@@ -101,4 +98,4 @@ class Running(Job):
         )
 
     def __str__(self) -> str:
-        return f"request {self.request.name or self.id}" if self.request else "warm-ahead"
+        return "warm-ahead" if self.warm else f"request {self.request.name or self.id}"

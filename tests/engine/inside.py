@@ -9,7 +9,7 @@ from rewarm.engine import Engine, Request
 
 def running_requests(server: Engine) -> list[Request]:
     sequences = list(server.core._loop.running.values())
-    return [s.request for s in sequences if s.request is not None]
+    return [s.request for s in sequences if not s.warm]
 
 
 def is_idle(server: Engine) -> bool:

@@ -20,7 +20,7 @@ def test_logits_that_wait_for_a_place_in_the_batch_are_those_of_one_token() -> N
     cache = PrefixCache(model, memory="64MB")
     ready = Runner(model, cache, cache.vocabulary)
     request = Request(prompt(20), Collected(), 4)
-    sequence = Running(0, stop=19, prompt=request.tokens, request=request, max_tokens=4)
+    sequence = Running(0, stop=19, request=request)
     ready.start(sequence)
     before = mx.get_active_memory()
     ready.prefill(sequence, Piece(0, 0, 20, None, True))

@@ -25,32 +25,27 @@ Scenario = Callable[["Bench"], None]
 INTERRUPTED = 130
 
 
-def _option(name: str, annotation: Any, default: Any) -> Parameter:
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
 def _least(least: int, help: str) -> Any:
     return typer.Option(min=least, help=help)
 
 
+def _file(help: str) -> Any:
+    return typer.Option(help=f"Write {help} to this file.")
+
+
 MODEL = "pocket, a folder, a Hugging Face id, or random:ARCH (random weights)."
 PEER = 'Beside it, in turns: mlx-lm, or "CMD with {model} {port}".'
-SHARED = {
-    "model": _option("model", Annotated[str, typer.Option(help=MODEL)], "pocket"),
-    "peer": _option("peer", Annotated[str | None, typer.Option(help=PEER)], None),
-    "rounds": _option(
-        "rounds", Annotated[int, _least(1, "Repetitions; medians and spreads are shown.")], 3
-    ),
-    "json": _option(
-        "json", Annotated[Path | None, typer.Option(help="Write the result to this file.")], None
-    ),
-    "plot": _option(
-        "plot",
-        Annotated[Path | None, typer.Option(help="Write the plots to this SVG file.")],
-        None,
-    ),
-}
-"""The options that several scenarios have."""
+
+
+def _shared(
+    model: Annotated[str, typer.Option(help=MODEL)] = "pocket",
+    peer: Annotated[str | None, typer.Option(help=PEER)] = None,
+    rounds: Annotated[int, _least(1, "Repetitions; medians and spreads are shown.")] = 3,
+    json: Annotated[Path | None, _file("the result")] = None,
+    plot: Annotated[Path | None, _file("the plots, as SVG,")] = None,
+) -> None:
+    """The options that several scenarios have."""
+
 
 Turns = Annotated[int, _least(1, "Turns of a chat.")]
 System = Annotated[int, _least(1, "Tokens of the system prompt.")]
@@ -66,7 +61,8 @@ def scenario(*shared: str, **defaults: Any) -> Callable[[Callable[..., Scenario]
 
     def register(make: Callable[..., Scenario]) -> None:
         own = list(inspect.signature(make, eval_str=True).parameters.values())
-        added = [SHARED[name] for name in (*shared, *defaults)]
+        known = inspect.signature(_shared, eval_str=True).parameters
+        added = [known[name] for name in (*shared, *defaults, "json", "plot")]
         added = [p.replace(default=defaults.get(p.name, p.default)) for p in added]
 
         def command(context: typer.Context, **given: Any) -> None:
@@ -74,9 +70,7 @@ def scenario(*shared: str, **defaults: Any) -> Callable[[Callable[..., Scenario]
 
         parameters = [
             Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
-            *added,
-            *(p.replace(kind=Parameter.KEYWORD_ONLY) for p in own),
-            *(SHARED[name] for name in ("json", "plot")),
+            *(p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*added[:-2], *own, *added[-2:])),
         ]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -98,15 +92,17 @@ def report(
 @scenario()
 def trace(
     files: Annotated[list[Path], typer.Argument(help="Traces: files, or folders of them.")],
-    profile: Annotated[str, typer.Option(help="Whose bytes and FLOPs to count.")] = "qwen3.5-9b",
+    profile: Annotated[
+        str, typer.Option(help="The model whose bytes and FLOPs count.")
+    ] = "qwen3.5-9b",
     memory: Annotated[
         str, typer.Option(help="Budgets: sizes with commas, or a range such as 1GB..256GB.")
     ] = "1GB..256GB",
-    policy: Annotated[str, typer.Option(help="With commas.")] = "rewarm,lru,clairvoyant",
+    policy: Annotated[str, typer.Option(help="Policies, with commas.")] = "rewarm,lru,clairvoyant",
     stagger: Annotated[
         float, typer.Option(min=0, help="Let sessions begin within so many seconds.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="For --stagger.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the moments of --stagger.")] = 0,
 ) -> Scenario:
     """Replay a trace through the real tree and its policies, with no model."""
     from rewarm.bench import lists, policies, profiles, simulate
@@ -147,7 +143,7 @@ def burst(
 @scenario("model", "peer")
 def agent(
     file: Annotated[Path, typer.Argument(help="Conversations as OpenAI messages, JSON.")],
-    conversations: Annotated[int, _least(1, "The first so many.")] = 4,
+    conversations: Annotated[int, _least(1, "Conversations to replay.")] = 4,
     answer: Answer = 4,
 ) -> Scenario:
     """Recorded tool loops, replayed."""
@@ -196,7 +192,7 @@ def prefix(
 
 @scenario("model", "peer")
 def memory(
-    conversations: Annotated[int, _least(1, "At the same time.")] = 4,
+    conversations: Annotated[int, _least(1, "Conversations at the same time.")] = 4,
     turns: Turns = 10,
     answer: Answer = 32,
 ) -> Scenario:
@@ -232,7 +228,7 @@ def index(
 def disk(
     tokens: Annotated[int, _least(1000, "Tokens of the prompt.")] = 20_000,
     nodes: Annotated[int, _least(20, "Nodes of the index to open.")] = 100_000,
-    parts: Annotated[str, typer.Option(help="With commas.")] = "restore,writer,open",
+    parts: Annotated[str, typer.Option(help="Parts, with commas.")] = "restore,writer,open",
     folder: Annotated[
         Path | None, typer.Option(help="Write below this folder instead of a temporary one.")
     ] = None,
@@ -297,7 +293,7 @@ def recurrences(
 
 
 def _run(context: typer.Context, run: Scenario) -> None:
-    """Run a scenario with the shared options of its command."""
+    """Run a scenario with the shared options of its command, and exit as it ends."""
     from rewarm.bench import bench
     from rewarm.bench.result import Result, machine
 
@@ -311,7 +307,7 @@ def _run(context: typer.Context, run: Scenario) -> None:
 
 
 def _line(context: typer.Context) -> str:
-    """The command line that gives this result again, without what is as by default."""
+    """The command line that gives this result again, without options that have their default."""
     words: list[str] = ["rewarm", "bench", context.info_name or ""]
     for parameter in context.command.params:
         name = parameter.name or ""

@@ -73,7 +73,7 @@ def model_of(name: str) -> Any:
 class Programs(RuleBasedStateMachine):
     name: ClassVar[str]
     reuse: ClassVar[Any]
-    examples = 6
+    examples = 8
     hits: ClassVar[int]
     expected: ClassVar[dict[tuple[bytes, tuple[int, ...]], Logits]]
 

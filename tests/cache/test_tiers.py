@@ -161,9 +161,7 @@ def test_random_programs_over_a_hostile_tier_compute_what_a_cold_run_computes(
 ) -> None:
     fields = {"name": name, "reuse": reuse, "hits": 0, "from_tier": 0, "expected": {}}
     machine: Any = type("Machine", (ProgramsOverATier,), fields)
-    run_programs(machine)
-    assert machine.hits >= 2
-    assert machine.from_tier >= 1
+    run_programs(machine, ("hits", 3), ("from_tier", 1))
 
 
 class Gate(HostileTier):

@@ -33,7 +33,7 @@ WEIGHTS = "model*.safetensors"
 TOKENIZERS = ("tokenizer*", "tokenization*.py", "*.tiktoken", "*.model", "vocab*", "tekken.json")
 """Files of which a tokenizer has at least one."""
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
-"""Where the sizes stand in the config of a model that takes more than text."""
+"""The parts of a config that hold the sizes, for a model that takes more than text."""
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 POSITIVE = (*LAYERS, "vocab_size", "hidden_size", "max_position_embeddings", "n_positions")
 LARGEST = (1 << 31) - 1

@@ -80,7 +80,7 @@ class FindMatch(Question[Match]):
 
     path: PromptPath
     below: Sequence[Found] = ()
-    """What lower tiers have of it: they were asked where the message was made."""
+    """The answers of lower tiers, which were asked where the message was made."""
 
     def asked_of(self, cache: PrefixCache) -> Match:
         path = self.path

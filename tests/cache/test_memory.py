@@ -255,7 +255,7 @@ def test_trimming_evicts_down_to_so_many_bytes_and_keeps_the_budget() -> None:
 
 def test_a_policy_of_ones_own_says_only_what_is_other() -> None:
     class Newest(Retention):
-        """What was used last goes first."""
+        """The item that was used last goes first."""
 
         def last_used(self, item: Item) -> float:
             return -item.last_used

@@ -88,7 +88,7 @@ def programme(vocabulary: int) -> dict[str, Prompt]:
 
 
 AGAIN = ("first", "branch", "cut short", "extend again", "first again")
-"""What is run again after an eviction, in a sample."""
+"""The steps that run again after an eviction, in a sample."""
 
 Compare = Callable[[str, Ran, Ran], None]
 

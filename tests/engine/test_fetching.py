@@ -29,7 +29,7 @@ class Held:
     """Fetches that the engine hears the end of only when a test lets it."""
 
     asked: list[Fetch] = field(default_factory=list)
-    """Those that an engine began. The cache begins others by itself, and ends them."""
+    """The fetches that an engine began. The cache begins others by itself, and ends them."""
     waiting: list[tuple[Fetch, Callable[[Fetch], None]]] = field(default_factory=list)
     cancelled: list[Fetch] = field(default_factory=list)
     taken_in: int = 0

@@ -1,4 +1,4 @@
-"""What a store on disk raises.
+"""The errors of a store on disk.
 
 StoreError            something that the store could not do
 ├── StoreHeld         another process has the folder

@@ -8,21 +8,21 @@ _installed = False
 
 
 def is_off() -> bool:
-    """The user wants mlx-lm and MLX as they come."""
+    """True where the user wants mlx-lm and MLX without changes."""
     return os.environ.get("REWARM_ACCEL", "").strip().lower() in ("0", "off")
 
 
 def state() -> str:
-    """One word that says if this process computes with what is in this room."""
+    """Say in a word if this process computes with this package."""
     return "off" if is_off() else "on" if _installed else "not yet on"
 
 
 def install(*, loaded: bool = True) -> None:
-    """Put what is faster on this device in the place of mlx-lm's and MLX's functions.
+    """Replace functions of mlx-lm and MLX with ones that are faster on this device.
 
-    Some of it replaces functions of single models: call it again after a model is loaded. Call it
-    with `loaded=False` before that: the heap is set up last, because weights that are loaded after
-    it are slower to decode with.
+    Some of these belong to single models: call this again after a model is loaded. Before that,
+    call it with `loaded=False`: the heap is set up last, because decoding is slower with weights
+    that are loaded after it.
     """
     from . import cpu, cuda_attention, cuda_convolution, delta, heap, scans
 

@@ -1,4 +1,4 @@
-"""The settings of MLX that have to stand before it is loaded (docs/blas.md, docs/accel.md).
+"""Make the settings that MLX needs before it is loaded (docs/blas.md, docs/accel.md).
 
 They are made when `mlx.core` is first imported, and not with `import rewarm`: a program that never
 runs a model, such as a gateway, loads no BLAS and makes no folder.
@@ -46,8 +46,8 @@ def apply() -> None:
 class _Finder:
     """Finds MLX where the other finders do, and gives it a loader that calls `apply` first.
 
-    It stays on `sys.meta_path`. To take it off would shift the list under another thread that
-    walks it, which would then skip a finder and fail to import its module.
+    It stays on `sys.meta_path`. To remove it would shift the list under another thread that walks
+    it. That thread would then skip a finder, and fail to import its module.
     """
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:

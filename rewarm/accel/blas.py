@@ -78,7 +78,7 @@ def load() -> Blas:
 
 
 def current() -> Blas:
-    """The BLAS in use. It is chosen now where it was not chosen before."""
+    """Return the BLAS in use. It is chosen now where it was not chosen before."""
     return load()
 
 
@@ -140,7 +140,7 @@ def _candidates(wanted: str) -> Iterator[Candidate]:
 
 
 def _inherited() -> Blas | None:
-    """The BLAS that is process-wide already, for instance by LD_PRELOAD, or None.
+    """Return the BLAS that is process-wide already, for instance by LD_PRELOAD, or None.
 
     The loader takes the first definition of a name, so no other BLAS can take its place.
     """
@@ -199,7 +199,7 @@ def _publish(symbols: Mapping[str, int]) -> None:
         raise UnusableError(f"no memory file: {os.strerror(ctypes.get_errno())}")
     os.write(memory, _shim(symbols))
     path = f"/proc/self/fd/{memory}"
-    # It is loaded for itself first: a loader that reads the addresses as offsets (musl) must not
+    # It is loaded privately first: a loader that reads the addresses as offsets (musl) must not
     # show wrong ones to MLX.
     private = ctypes.CDLL(path)
     if any(_address(private, name) != address for name, address in symbols.items()):

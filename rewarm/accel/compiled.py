@@ -59,7 +59,7 @@ def prepare() -> Path | None:
 
 
 def _kept() -> Path:
-    """The folder that all processes of this user share which compile the same.
+    """Return the folder that this user's processes share where they compile alike.
 
     MLX's file names do not tell compilers and processors apart, so the folder's name does."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
@@ -72,7 +72,7 @@ def _kept() -> Path:
 
 
 def _passing() -> Path:
-    """A folder for this process, removed when it ends."""
+    """Make a folder for this process. It is removed when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="rewarm-mlx-"))
     us = os.getpid()
 
@@ -94,7 +94,7 @@ def _checked(folder: Path) -> Path:
 
 
 def _compilation() -> Iterator[str]:
-    """Everything that the compiled libraries depend on, as texts."""
+    """Yield everything that the compiled libraries depend on, as texts."""
     yield platform.machine()
     compiler = shutil.which("g++")
     if compiler is not None:

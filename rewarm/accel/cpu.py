@@ -3,7 +3,7 @@
 MLX's exponential takes some 15 ns for a number there, and a multiplication less than one. So a
 sigmoid is a quotient of polynomials here, attention has an exponential made of multiplications and
 additions, and a depthwise convolution is a sum of shifted products. These are more operations than
-MLX's own, so short inputs go through MLX's own.
+MLX's own, so MLX's own functions compute short inputs.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def install() -> bool:
 
 
 def is_slow() -> bool:
-    """This process runs where MLX's own functions are slow."""
+    """True where MLX's own functions are slow."""
     here = sys.platform, platform.machine()
     return here == ("linux", "x86_64") and mx.default_device() == mx.cpu
 
@@ -156,7 +156,7 @@ def _powers(x: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def exp(x: mx.array) -> mx.array:
-    """The exponential of float32 numbers up to 0."""
+    """Return the exponential of float32 numbers up to 0."""
     return cast(mx.array, _exp(x))
 
 
@@ -179,7 +179,7 @@ def _polynomial(coefficients: Sequence[float], x: mx.array) -> mx.array:
 
 
 def convolution(x: mx.array, weight: mx.array) -> mx.array:
-    """A depthwise convolution of x [B, T, C] with weight [C, K, 1], without padding."""
+    """Compute a depthwise convolution of x [B, T, C] with weight [C, K, 1], without padding."""
     taps = mx.contiguous(weight[..., 0].T).astype(mx.float32)
     length = x.shape[1] - len(taps) + 1
     exact = x.astype(mx.float32)
@@ -199,9 +199,9 @@ def _convolution(self: Any, x: mx.array) -> mx.array:
 def attention(
     q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array | str | None = None
 ) -> mx.array:
-    """Attention of q [B, Hq, T, D] to k and v [B, Hk, L, D].
+    """Compute attention of q [B, Hq, T, D] to k and v [B, Hk, L, D].
 
-    It is for the same arguments as `mx.fast.scaled_dot_product_attention`."""
+    It takes the arguments of `mx.fast.scaled_dot_product_attention`."""
     batch, heads, length, dim = q.shape
     key_heads, context = k.shape[1:3]
     grouped = (q.astype(mx.float32) * scale).reshape(batch, key_heads, -1, length, dim)
@@ -230,8 +230,8 @@ def attention(
 
 
 def _causal(rows: int, seen: int) -> mx.array:
-    """The numbers to add to the scores of the last `rows` of `seen` tokens, so that no token sees a
-    later one."""
+    """Return what to add to the scores of the last `rows` of `seen` tokens, so that no token sees
+    a later one."""
     ahead = mx.triu(mx.full((rows, rows), HIDDEN), k=1)
     return mx.pad(ahead, [(0, 0), (seen - rows, 0)])
 
@@ -252,7 +252,7 @@ def _attention(
 
 
 def _fits(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> bool:
-    """Our attention takes these arguments. MLX's own raises for those that are wrong."""
+    """True where our attention takes these arguments. For wrong ones, MLX's own raises."""
     tokens, context = q.shape[2], k.shape[2]
     if tokens < SHORTEST or not context or not q.shape[0] == k.shape[0] == v.shape[0]:
         return False

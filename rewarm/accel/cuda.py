@@ -17,7 +17,7 @@ Rule = Callable[..., tuple[mx.array, mx.array]]
 HALF = 128
 """Threads of a block that hold the state. As many others load the tokens."""
 FULL = 100
-"""Blocks below which some processors of a large GPU have none."""
+"""With fewer blocks than this, some processors of a large GPU have none."""
 
 
 class Form(NamedTuple):
@@ -34,7 +34,7 @@ class Form(NamedTuple):
 
 
 def form(key_dim: int, value_dim: int, heads: int) -> Form | None:
-    """The form for heads of such sizes, or None where the kernel has none.
+    """Return the form for heads of such sizes, or None where the kernel has none.
 
     It does not depend on the number of sequences: a prompt gives the same bits in a batch as alone.
     With more rows a thread reads keys less often for each row, and there are fewer blocks.
@@ -44,7 +44,7 @@ def form(key_dim: int, value_dim: int, heads: int) -> Form | None:
     for rows in (4, 2, 1):
         found = Form(lanes, rows)
         fits = key_dim * rows <= 32 * lanes or rows == 1  # in registers
-        summed = rows * 4 <= lanes  # of four tokens, each thread gets one sum: a row's and token's
+        summed = rows * 4 <= lanes  # a thread gets one sum at most, of four tokens
         fills = rows < 4 or heads * value_dim >= FULL * found.block
         if fits and summed and fills and value_dim % found.block == 0:
             return found
@@ -73,7 +73,7 @@ def variant_of(
 
 
 def fits(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array) -> bool:
-    """The kernel takes arrays like these, and there is a device for it."""
+    """True where the kernel takes arrays like these, and there is a device for it."""
     return is_cuda() and _takes(q, k, v, g, beta)
 
 
@@ -100,7 +100,7 @@ def agrees(chunked: Rule, variant: DeltaVariant) -> bool:
 
 
 def _sample(variant: DeltaVariant) -> tuple[Any, ...]:
-    """Random arguments: two sequences, and two heads to a key where their number is even."""
+    """Make random arguments: two sequences, and two heads to a key where their number is even."""
     heads = (2, CHECKED, variant.heads)
     shape = (2, CHECKED, variant.heads // (2 - variant.heads % 2), variant.key_dim)
     keys = [mx.random.key(i) for i in range(6)]
@@ -144,7 +144,7 @@ def _launched(*given: mx.array) -> Sequence[mx.array]:
     batch, _, heads, value_dim = v.shape
     found = form(q.shape[-1], value_dim, heads)
     assert found is not None
-    # MLX finds a compiled kernel by its name and these. So all that changes it must be among them.
+    # MLX finds a compiled kernel by its name and template: what changes it must be in these.
     template = [
         *zip("TVGW", (q.dtype, v.dtype, g.dtype, beta.dtype), strict=True),
         ("Dk", q.shape[-1]),
@@ -168,7 +168,7 @@ def _launched(*given: mx.array) -> Sequence[mx.array]:
 def _gradients(
     primals: Sequence[mx.array], cotangents: Sequence[mx.array], _: Sequence[mx.array]
 ) -> list[mx.array]:
-    """The gradients of the chunked form. mlx-lm trains through this function."""
+    """Compute the gradients of the chunked form. mlx-lm trains through this function."""
     from .delta import chunked
 
     masks = list(primals[6:])

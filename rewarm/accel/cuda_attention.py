@@ -25,7 +25,7 @@ PLANNED_DIM = 128
 MOST_QUERIES, MOST_SCORES = 1024, 1 << 26
 """Up to these, cuDNN's plan costs more than its faster kernel saves."""
 LONG = 256
-"""Keys from which MLX leaves a single query to cuDNN, too, with a plan for every 256 more."""
+"""From so many keys on, MLX leaves a single query to cuDNN, too, which plans for every 256 more."""
 BLOCKS = 264
 """Blocks that keep all processors of a large GPU busy."""
 LEAST_KEYS = 128
@@ -55,7 +55,7 @@ def attention(
     causal: bool = False,
     hopper: bool = False,
 ) -> mx.array:
-    """Attention of q [B, Hq, T, D] to k and v [B, Hk, L, D].
+    """Compute attention of q [B, Hq, T, D] to k and v [B, Hk, L, D].
 
     It gives what `mx.fast.scaled_dot_product_attention` gives."""
     return _differentiable(scale, causal, hopper)(q, k, v)
@@ -69,7 +69,7 @@ def _differentiable(scale: float, causal: bool, hopper: bool) -> Callable[..., m
 
     @launched.vjp
     def gradients(given: Sequence[mx.array], cotangent: mx.array, _: mx.array) -> list[mx.array]:
-        """The gradients of MLX's own attention."""
+        """Compute the gradients of MLX's own attention."""
 
         def stock(*given: mx.array) -> list[mx.array]:
             return [_stock[0](*given, scale=scale, mask="causal" if causal else None)]
@@ -108,20 +108,20 @@ def _launched(
         template=kind,
         grid=(-(-rows // at_once) * 256, batch * key_heads, 1),
         threadgroup=(256, 1, 1),
-        output_shapes=[(batch, length, heads, dim)],  # as mlx-lm wants it next
+        output_shapes=[(batch, length, heads, dim)],  # the order that mlx-lm needs next
         output_dtypes=[q.dtype],
     )
     return y.swapaxes(1, 2)
 
 
 def fills_hopper(q: mx.array, k: mx.array) -> bool:
-    """The GPU is a Hopper, and there are as many rows as one of its products takes."""
+    """True where the GPU is a Hopper, and there are rows enough for one of its products."""
     return q.shape[1] // k.shape[1] * q.shape[2] >= HOPPER_ROWS and is_hopper()
 
 
 @functools.cache
 def is_hopper() -> bool:
-    """The GPU has the instructions of Hopper, which neither older nor newer GPUs have."""
+    """True where the GPU has Hopper's instructions, which neither older nor newer GPUs have."""
     return mx.device_info(mx.gpu).get("architecture") == "sm_90"
 
 
@@ -164,7 +164,7 @@ def _attention(
 
 
 def fits(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> bool:
-    """The kernel takes these arguments, and is faster than MLX's own."""
+    """True where the kernel takes these arguments, and is faster than MLX's own."""
     queries, dim, keys = q.shape[2], q.shape[-1], k.shape[2]
     known = (
         (mask is None or (isinstance(mask, str) and mask == "causal"))

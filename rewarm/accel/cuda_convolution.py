@@ -47,7 +47,7 @@ def install() -> bool:
 
 
 def convolution(x: mx.array, weight: mx.array) -> mx.array:
-    """A depthwise convolution of x [B, T, C] with weight [C, K, 1], without padding."""
+    """Compute a depthwise convolution of x [B, T, C] with weight [C, K, 1], without padding."""
     return cast(mx.array, _launched(x, weight))
 
 
@@ -68,7 +68,7 @@ def _launched(x: mx.array, weight: mx.array) -> mx.array:
 
 @_launched.vjp
 def _gradients(given: Sequence[mx.array], cotangent: mx.array, _: mx.array) -> list[mx.array]:
-    """The gradients of MLX's own convolution."""
+    """Compute the gradients of MLX's own convolution."""
     return mx.vjp(lambda *given: [_convolved(*given)], list(given), [cotangent])[1]
 
 

@@ -18,12 +18,12 @@ from .device import is_cuda
 from .launch import Launch, agree, kernel
 
 MOST_SPANS = 256
-"""Spans that a kernel takes. It always takes so many: each number would be a kernel of its own, and
-to compile one takes longer than a thousand restores."""
+"""The number of spans that a kernel takes. It is always the same: another number would need another
+kernel, and to compile one takes longer than a thousand restores."""
 MOST_RESULTS = 128
 """The most arrays that a kernel makes: its parameters have room for some 500 addresses."""
 ROWS = 256
-"""Rows that a block copies."""
+"""The number of rows that a block copies."""
 UNITS = {16: "uint4", 8: "uint2", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}
 
 SOURCE = """
@@ -83,7 +83,7 @@ class RowsVariant(NamedTuple):
 
 
 def fits(array: mx.array, results: int) -> bool:
-    """The kernel can make so many arrays of spans of arrays like this one, on this device."""
+    """True where the kernel can make so many arrays from spans of arrays like this one."""
     if not is_cuda() or is_off():
         return False
     numbers = {MOST_RESULTS} if results > MOST_RESULTS else set()

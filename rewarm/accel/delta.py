@@ -6,7 +6,7 @@ Over a chunk, let D[t, s] be the product of the gates after s up to t, and G[t] 
     (I + A) d = beta (v - G k S'),   A[t, s] = beta[t] D[t, s] k[t] k[s]   for s < t
     y = G q S' + P d,                P[t, s] = D[t, s] q[t] k[s]           for s <= t
 
-So all of it is matrix products, but for S, which goes from chunk to chunk.
+So all of it is matrix products. Only S goes from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ REPLACED = Replacement(
 def rule_for(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, mask: mx.array | None
 ) -> Rule:
-    """The fastest way to compute the rule for such arrays on this device."""
+    """Choose the fastest way to compute the rule for such arrays on this device."""
     if cuda.fits(q, k, v, g, beta) and cuda.agrees(chunked, cuda.variant_of(q, v, g, beta, mask)):
         return cuda.in_steps
     stock = _stock.get(REPLACED.name)
@@ -177,8 +177,8 @@ def _stretch(
 def stretches(length: int, width: int) -> Iterator[slice]:
     """Cut a prompt into the slices of tokens to compute at once.
 
-    `width` is how many numbers the keys of a token have. The number of prompts does not count: a
-    prompt gives the same bits in a batch as alone."""
+    The keys of a token have `width` numbers. The number of prompts does not count: a prompt gives
+    the same bits in a batch as alone."""
     step = length
     if mx.default_device() == mx.cpu:
         step = max(CPU_CHUNK, STRETCH // width // CPU_CHUNK * CPU_CHUNK)
@@ -186,7 +186,7 @@ def stretches(length: int, width: int) -> Iterator[slice]:
 
 
 def chunk_size(length: int, key_dim: int, value_dim: int, by_key: bool) -> int:
-    """Tokens of a chunk. With more of them there is more work for a token, and fewer steps."""
+    """Choose the tokens of a chunk. More of them need more work for a token, and fewer steps."""
     longest = CPU_CHUNK
     if mx.default_device() != mx.cpu:
         longest = GPU_CHUNK
@@ -310,7 +310,7 @@ def inverse(parts: Sequence[mx.array]) -> mx.array:
 
 @functools.cache
 def _triangle(size: int) -> tuple[mx.array, mx.array]:
-    """A matrix that is 1 below the diagonal and 0 elsewhere, and 1 minus that matrix."""
+    """Make a matrix that is 1 below the diagonal and 0 elsewhere, and 1 minus that matrix."""
     below = np.tri(size, k=-1, dtype=np.float32)
     return mx.array(below), mx.array(1 - below)
 

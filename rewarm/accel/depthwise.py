@@ -1,4 +1,4 @@
-"""Depthwise convolutions: which layers have them, for both devices that compute them anew."""
+"""Depthwise convolutions: the functions that the CPU's and CUDA's versions share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mlx.core as mx
 
 
 def is_depthwise(layer: Any, x: mx.array) -> bool:
-    """A `mlx.nn.Conv1d` convolves each channel of x [B, T, C] by itself, token after token."""
+    """True where a `mlx.nn.Conv1d` convolves each channel of x [B, T, C] alone, without padding."""
     channels, _, depth = layer.weight.shape
     is_plain = (layer.stride, layer.padding, layer.dilation) == (1, 0, 1)
     is_by_channel = depth == 1 and layer.groups == channels == x.shape[-1]

@@ -13,7 +13,7 @@ def is_cuda() -> bool:
 
 
 def device_bytes() -> int:
-    """The memory of the device that models run on."""
+    """Return the memory of the device that models run on."""
     info: dict[str, Any] = dict(mx.device_info())
     # Metal has the first name, CUDA the second; a CPU has neither.
     total = info.get("max_recommended_working_set_size") or info.get("total_memory")
@@ -21,7 +21,7 @@ def device_bytes() -> int:
 
 
 def machine_bytes() -> int:
-    """The memory of the machine, or the limit on this process where that is lower."""
+    """Return the memory of the machine, or the limit on this process where that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max") as limit:

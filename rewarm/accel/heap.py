@@ -48,7 +48,7 @@ def give_back() -> None:
 
 
 def _glibc(name: str) -> Callable[..., int] | None:
-    """A function of glibc, or None where the C library is another one."""
+    """Return a function of glibc, or None where the C library is another one."""
     if sys.platform != "linux":
         return None
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)

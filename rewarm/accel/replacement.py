@@ -15,7 +15,7 @@ log = logging.getLogger("rewarm")
 Function = Callable[..., Any]
 MODELS = "mlx_lm.models."
 
-nn: Any = importlib.import_module("mlx.nn")  # its names come by a star, which mypy does not follow
+nn: Any = importlib.import_module("mlx.nn")  # it imports by a star, which mypy does not follow
 
 _stock_of: dict[Function, Function] = {}
 _warned: set[str] = set()
@@ -75,7 +75,7 @@ def note(ours: Function, stock: Function) -> None:
 
 
 def original(function: Function) -> Function:
-    """The function that this one stands in place of, or itself."""
+    """Return the function that this one stands in place of, or itself."""
     while function in _stock_of:
         function = _stock_of[function]
     return function

@@ -1,4 +1,4 @@
-"""Compute other recurrences faster that mlx-lm does token by token off Metal (docs/accel.md).
+"""Compute other recurrences faster: off Metal, mlx-lm goes token by token (docs/accel.md).
 
 RWKV-7 has the delta rule with a gate for each key. It reads the state with a vector a of its own
 before the gates: u = S a, S = S w + u b' + v k', y = S r. Over a chunk, with D as in `delta`:
@@ -6,8 +6,8 @@ before the gates: u = S a, S = S w + u b' + v k', y = S r. Over a chunk, with D 
     (I - A) u = G' a S' + C v,   A[t, s] = D[t - 1, s] a[t] b[s],  C[t, s] = D[t - 1, s] a[t] k[s]
     y = G r S' + P u + Q v,      P[t, s] = D[t, s] r[t] b[s],      Q[t, s] = D[t, s] r[t] k[s]
 
-Lightning attention has no corrections at all. The other ones are linear for each number of their
-state: h = a h + x.
+Lightning attention has no corrections at all. The other recurrences are linear in each number of
+their state: h = a h + x.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .replacement import Replacement, nn, put
 PAYS = 8
 """Tokens from which these are faster than a loop."""
 STRIDE = 16
-"""Tokens of a stride. A scan does them one by one, but all strides of a prompt at once."""
+"""Tokens of a stride. A scan takes these one by one, but all strides of a prompt at once."""
 WIDE = 2**12
-"""Numbers of a state from which a step takes longer than its launch. Then the loop is fastest."""
+"""With more numbers in a state, a step takes longer than its launch, and the loop is fastest."""
 BLOCK = 64
 """Tokens of a state-space layer whose states are held at once. Each has thousands of numbers."""
 

@@ -1,4 +1,4 @@
-"""The heart: a tree of prompt state that any mlx-lm model can resume from."""
+"""The prefix cache: a tree of prompt state that a model can resume from."""
 
 from . import layer_kinds
 from .lease import Lease

@@ -1,4 +1,4 @@
-"""The model that a cache belongs to, as it was when its state was computed."""
+"""Bind a cache to its model, and notice when the model changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _unknown = itertools.count(1)
 class Binding:
     """Gives the namespace that a model's state is kept in, and notices when the model changes.
 
-    Without an identity the namespace is good for this process and this state of the model only.
+    Without an identity, the namespace is valid only in this process and for the model as it is.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Binding:
         self.model = model
         self.blank = blank
         self._exact, self._chunk = exact, chunk
-        # A folder may be moved, so it is not a name; what lies in it is part of the model.
+        # A folder may be moved, so its path is no name. The model's identity covers its content.
         named = "" if Path(adapter).is_dir() else adapter
         self.namespace = Namespace("", named, kv, _form_of(blank()))
         self.start_anew()
@@ -42,9 +42,9 @@ class Binding:
         self._watch = Watch(self.model)
 
     def is_same(self) -> bool:
-        """True where the model's modules hold the objects that they held.
+        """True where the model's modules still hold the same objects.
 
-        Some models write values again whenever they run: such a change does not matter.
+        Some models replace values whenever they run. Such a change does not count.
         """
         changes = set(self._watch.changes())
         if not changes:
@@ -65,7 +65,7 @@ class Binding:
         return Description.of(self.model)
 
     def identified(self, description: Description) -> Namespace:
-        """The namespace of the model that was described. It is slow: all weights are read."""
+        """Return the namespace of a described model. This is slow, because it reads all weights."""
         base = description.identity(execution(exact=self._exact, chunk=self._chunk))
         return replace(self.namespace, base=base)
 
@@ -82,7 +82,7 @@ class Binding:
 
 
 def _form_of(caches: Sequence[Any]) -> str:
-    """A digest of the kinds of caches that a model has, and their settings."""
+    """Digest the classes of a model's caches, and their settings."""
     plain = (bool, int, float, str, type(None))
     described = [
         f"{type(c).__qualname__} "

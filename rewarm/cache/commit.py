@@ -1,4 +1,4 @@
-"""Committing: what a running request has computed goes into the tree, once."""
+"""Commit: store in the tree, once, what a running request has computed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, agreement
 
 @dataclass
 class Committer:
-    """Writes into the trees. Copies come first: where one fails, the tree is as it was."""
+    """Writes into the trees. It copies first: where a copy fails, the tree stays as it was."""
 
     layout: Layout
     memory: Memory
     on_change: Callable[[Node], None] = lambda node: None
-    """Called with a node that is new, or has something new."""
+    """It is called with each node that is new or holds something new."""
 
     def commit(self, lease: Lease, stop: int, origin: Origin, kind: Kind | None) -> None:
         if not stop:
@@ -97,7 +97,7 @@ class Committer:
         if not self._make_room(lease, *cost(stop - start)):
             lease.stopped_storing = True
             if layout.has_state or not pin.tree.splits:
-                return  # a part of a chunk could not be resumed from
+                return  # the model could not resume from a part
             ledger = self.memory.ledger
             too_many = bisect_left(
                 range(stop - start), True, key=lambda n: not ledger.fits(*cost(n))
@@ -115,13 +115,13 @@ class Committer:
         self.on_change(node)
         lease.stored = stop
         if layout.has_state and self._is_last_that_fits(lease, cost(stop - start)[0]):
-            # Rows alone cannot be resumed from: end with a checkpoint while there is room.
+            # The model cannot resume from rows alone: take a checkpoint while there is room.
             self._take_checkpoint(lease, stop, "end")
             lease.stopped_storing = True
 
     def _is_last_that_fits(self, lease: Lease, chunk_bytes: int) -> bool:
-        """True where a request has filled the budget by itself: another chunk would leave no room
-        for a checkpoint after it."""
+        """True where the request's own path fills the budget: after another chunk there would be no
+        room for a checkpoint."""
         nodes = lease.pin.node.path()
         own = sum(n.index_bytes + (n.rows.nbytes if n.rows else 0) for n in nodes)
         own += sum(c.nbytes for c in lease.pin.checkpoints)
@@ -129,17 +129,17 @@ class Committer:
         return own + chunk_bytes + 2 * state > self.memory.ledger.budget
 
     def _window_from(self, lease: Lease, start: int, stop: int, position: int) -> int:
-        """The first row of a span whose window is worth storing and still there."""
+        """Return the first row of a span whose window row is worth storing and still held."""
         if not self.layout.has_window:
             return stop
         first = max(start, self.layout.held(lease.caches, position))
         if not lease.pin.tree.splits and start >= self.layout.kept:
-            # Only the end of a chunk is ever resumed at.
+            # A prompt resumes only at the end of a chunk.
             first = max(first, self.layout.reach(stop))
         return first
 
     def _fill_windows(self, lease: Lease, position: int) -> None:
-        """Give the path the window rows that it lacks and the running cache still holds."""
+        """Add the window rows that the path lacks and the running cache still holds."""
         held = self.layout.held(lease.caches, position)
         for node in lease.pin.node.path():
             if node.end <= held:

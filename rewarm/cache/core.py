@@ -67,8 +67,9 @@ class CacheCore:
         tiers: Sequence[Tier] = (),
         attach: bool = True,
     ) -> None:
-        """`tiers` lie below memory, and below the disk where there is one: from fast to slow. The
-        cache closes them. `attach=False` leaves all of that alone until `attach` is called."""
+        """`tiers` lie below memory, and below the disk where there is one, from fast to slow.
+
+        The cache closes them. With `attach=False`, no tier is opened until `attach` is called."""
         CacheOptions(memory, disk, disk_size, reuse, chunk, kv_bits, kv_group_size)
         self.model = model
         self.reuse = reuse
@@ -109,20 +110,19 @@ class CacheCore:
         self._disk_size = parse_size(disk_size, "disk_size")
         self._unopened = list(tiers) if self.layout.reusable else []
         self._attaching: threading.Thread | None = None
-        # A cache that is dropped without `close` frees its arrays at once, too. None of its parts
-        # may refer to it: it would outlive its last user.
+        # A cache that is dropped without `close` frees its arrays at once, too. No part may refer
+        # to the cache: it would outlive its last user.
         weakref.finalize(self, _let_go, self.memory, self._lower).atexit = False
         if attach:
             self.attach()
 
     def attach(self, *, owned: bool = False) -> None:
-        """Take the model's identity, and open what lies below memory under it.
+        """Take the model's identity, and open the tiers for it.
 
-        Call it on a thread that may run the model. All weights are read for it. `owned` says that
-        the caller alone has the model and never changes it, as a server does: nothing then looks
-        for changes, and the weights are read by another thread, while requests are answered. Until
-        that is done, nothing is read or written below memory; what memory holds by then is given
-        to the disk later, as everything is.
+        Call it on a thread that may run the model. It reads all weights. `owned` says that the
+        caller alone has the model and never changes it, as a server does. Then nothing looks for
+        changes, and another thread reads the weights while requests are answered. Until that is
+        done, no tier is read or written. What memory holds by then is offered to the tiers later.
         """
         self._owned = owned
         if self._attaching is not None or not (self._folder or self._unopened):
@@ -183,8 +183,8 @@ class CacheCore:
     def rebind(self, model: Any = None) -> None:
         """Go on with the model as it is now; `model` may be another object that computes the same.
 
-        Call it after arrays were edited in place, which nothing else notices. State is found again
-        where the model computes what it computed before; a cache without tiers cannot know that,
+        Call it after arrays were edited in place: nothing else notices such an edit. State is found
+        again where the model computes what it computed before. A cache without tiers cannot tell,
         and forgets everything."""
         self._attached()
         if model is not None and model is not self.model:
@@ -203,14 +203,14 @@ class CacheCore:
                 self._binding.namespace = namespace
 
     def check_model(self, model: Any) -> None:
-        """Raise unless the cache was made for this model."""
+        """Raise unless the cache was made for a model that computes the same."""
         if model is not self.model:
             self._binding.check(model)
         elif self._lower.lanes:
             self.rebind()
 
     def namespace(self, salt: str | None = None) -> Namespace:
-        """The namespace that prompts with this salt share state in."""
+        """Return the namespace in which prompts with this salt share state."""
         return self._binding.namespace.salted(salt)
 
     @property
@@ -228,8 +228,8 @@ class CacheCore:
         return Query(self.namespace(salt), encode(prompt), cuts, self.layout, self.reuse)
 
     def _find_limit(self) -> None:
-        # In `exact` a chunk is reused only where every chunk before it is the prompt's own. So its
-        # rows were computed in the very calls that would compute them again, whatever these do.
+        # In `exact` a chunk is reused only where it and all before it lie between the prompt's own
+        # cuts. A cold run would compute its rows with the same calls, so no limit is needed.
         stores = self.reuse == "fast" and self.layout.reusable
         limit = position_limit(self.model) if stores else FAR
         self._divider = replace(self._divider, limit=limit)

@@ -1,4 +1,4 @@
-"""Cuts: where prefill is divided into chunks, and what is taken there."""
+"""Cuts: the positions where prefill is divided, and the checkpoints to take there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ APART = LEAST_CHUNK
 
 
 def chunks(start: int, stop: int, chunk: int, points: Iterable[int] = ()) -> list[int]:
-    """The cuts of `fast`: every `chunk` tokens, and at each point where a checkpoint is taken."""
+    """Return the cuts of `fast`: every `chunk` tokens, and at each point of a checkpoint."""
     stops = sorted({p for p in points if start < p < stop} | ({stop} if stop > start else set()))
     cuts: list[int] = []
     for begin, end in pairwise([start, *stops]):
@@ -30,10 +30,10 @@ def chunks(start: int, stop: int, chunk: int, points: Iterable[int] = ()) -> lis
 
 
 def grid(stop: int, chunk: int, durable: Iterable[int] = ()) -> list[int]:
-    """The cuts of `exact` up to `stop`, which ends the last, unfinished chunk.
+    """Return the cuts of `exact` up to `stop`, where the last chunk ends unfinished.
 
     A cut lies at a durable boundary at least `APART` tokens after the last cut, and every `chunk`
-    tokens otherwise. It depends on what lies before it only: a longer prompt never moves it.
+    tokens otherwise. It depends only on what lies before it: a longer prompt never moves it.
     """
     cuts: list[int] = []
     boundaries = sorted(durable)
@@ -47,19 +47,19 @@ def grid(stop: int, chunk: int, durable: Iterable[int] = ()) -> list[int]:
 
 @dataclass(frozen=True)
 class Divider:
-    """Divides the prefill of prompts, as the mode of one cache has it."""
+    """Divides the prefill of prompts, in the reuse mode of one cache."""
 
     reuse: Literal["fast", "exact"]
     chunk: int
     checkpoints: bool
     """False where rows hold everything, so no checkpoint is taken."""
     limit: int = FAR
-    """In `fast`, the position beyond which nothing is stored: see `positions.py`. It is a cut of
-    each prompt that crosses it, and the cuts behind it depend on nothing else. So no stored row is
-    of a chunk that crosses it, and a hit goes on as a cold run does."""
+    """In `fast`, nothing is stored beyond this position: see `positions.py`. It is a cut of each
+    prompt that crosses it, and later cuts are counted from it. So no stored row comes from a chunk
+    that crosses it, and after a hit the later chunks are those of a cold run."""
 
     def grid(self, tokens: int, boundaries: Sequence[Boundary]) -> list[int]:
-        """The prompt's own cuts in `exact`, which depend on nothing else; none in `fast`."""
+        """Return the prompt's own cuts in `exact`, and none in `fast`."""
         if self.reuse == "fast":
             return []
         return grid(tokens - 1, self.chunk, (b.position for b in boundaries if b.durable))
@@ -81,7 +81,7 @@ class Divider:
             stops += chunks(last, shape.stop, self.chunk)
             return [Cut(stop, kinds.get(stop)) for stop in stops]
         stops = [c for c in own_cuts if c > shape.resume]
-        # A prompt that goes on where this one ends shares its whole chunks only.
+        # A longer prompt shares only the whole chunks of this one: the end is taken at the last.
         kinds = dict.fromkeys(stops[-2:-1], "end")
         for point in wanted:
             # The grid does not move: a checkpoint is taken at the cut before its point.

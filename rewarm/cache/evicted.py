@@ -1,7 +1,7 @@
-"""Evicted prefixes, remembered by their hashes: enough to say so, in a bounded space.
+"""The index of evicted prefixes. It keeps their hashes, in bounded space, to explain misses.
 
 The hash of a prefix is a sum over its tokens, each mixed with its position. So one pass over a
-prompt gives the hashes of all its prefixes, and a node's hash is its parent's with its own span's.
+prompt gives the hashes of all its prefixes. A node's hash is its parent's plus that of its span.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from .tree import Node
 from .worth import Item
 
 CAPACITY = 1 << 15
-"""Marks that are kept; each takes 17 bytes."""
+"""The number of marks that are kept. Each takes 17 bytes."""
 GRAIN = 64
-"""Tokens between two marks inside a span: a prompt that shares a part of it is recognised too."""
+"""Tokens between two marks inside a span: they show that a prompt shares a part of it."""
 ROUNDS = 3
-"""Multiplications that mix a token with its position."""
+"""The number of multiplications that mix a token with its position."""
 
 Hashes = npt.NDArray[np.uint64]
 
 
 class Lost(NamedTuple):
-    """The part of a prompt that was once held, and the last position that could be resumed at."""
+    """The tokens of a prompt that were once held, and its last resume point among them."""
 
     held: int = 0
     resume: int = 0
 
 
 class EvictedIndex:
-    """Marks of what was evicted from memory. The oldest are overwritten."""
+    """Keeps marks of what was evicted from memory. New marks overwrite the oldest."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._hash = np.zeros(capacity, np.uint64)
         self._position = np.zeros(capacity, np.int64)
         self._resumable = np.zeros(capacity, np.bool_)
         self._count = 0
-        # They are chosen anew in every process, so no client can make two prompts look alike.
+        # Each process draws new ones, so no client can make two prompts look alike.
         self._secrets = [np.uint64(secrets.randbits(64) | 1) for _ in range(ROUNDS)]
 
     @property
@@ -50,8 +50,8 @@ class EvictedIndex:
         return self._hash.nbytes + self._position.nbytes + self._resumable.nbytes
 
     def note(self, item: Item, *, resumable: bool) -> None:
-        """Note an item that is about to go. `resumable` says that a prompt could be resumed at any
-        position of a span."""
+        """Mark an item that is about to be evicted. `resumable` says that a prompt could resume at
+        any position of its span."""
         node = item.node
         if item.what == "leaf" and node.parent is not None:
             inside = range(node.start // GRAIN * GRAIN + GRAIN, node.end, GRAIN)
@@ -63,7 +63,7 @@ class EvictedIndex:
             self._add(last, np.array([node.end], np.int64), True)
 
     def look(self, prompt: Tokens, node: Node) -> Lost:
-        """Find how much of a prompt was held and is gone, beyond a node that it goes through."""
+        """Find how much of a prompt, beyond a node on its path, was held and then evicted."""
         start = node.end
         position = self._position[: min(self._count, len(self._hash))]
         within = np.flatnonzero((position > start) & (position <= len(prompt)))
@@ -86,7 +86,7 @@ class EvictedIndex:
         self._count += len(hashes)
 
     def _end(self, node: Node) -> int:
-        """The hash of the path to a node's end, which nodes remember. A root has one already."""
+        """Return the hash of the path to a node's end, and keep it in the node."""
         unknown = [node]
         while unknown[-1].digest is None and unknown[-1].parent is not None:
             unknown.append(unknown[-1].parent)
@@ -96,9 +96,9 @@ class EvictedIndex:
         return digest
 
     def _prefixes(self, tokens: Tokens, before: int, start: int) -> Hashes:
-        """The hash of every prefix that ends with one of the tokens, which begin at `start`.
+        """Return the hash of every prefix that ends with one of the tokens. They begin at `start`.
 
-        `before` is the hash of what lies before them. Numbers wrap around, as they should."""
+        `before` is the hash of the tokens before them. Numbers wrap around on purpose."""
         positions = np.arange(start, start + len(tokens), dtype=np.uint64)
         mixed = positions << np.uint64(32) | tokens.astype(np.uint64)
         for secret in self._secrets:

@@ -1,6 +1,6 @@
-"""Finding: how far a prompt is known, and the position that the model can go on from.
+"""Find how far a prompt is known, and the position that the model can resume at.
 
-A model is as flexible as its least flexible layer.
+A model can resume only where all its layers can.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .layout import Layout
 from .tree import WIDTH, Node, Tree, Walk, agreement
 
 MEMORY = "memory"
-"""The name of what lies above all tiers."""
+"""The name of memory, which lies above all tiers."""
 
 GLIMPSE = 48
-"""The number of tokens that are kept of the other side where a prompt diverges."""
+"""The number of stored tokens to show where a prompt diverges from them."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Query:
     layout: Layout
     reuse: Literal["fast", "exact"]
     known: int = 0
-    """The tokens whose rows memory has already: a tier need not give them back."""
+    """The number of tokens whose rows memory has already: a tier need not give them back."""
 
     @property
     def length(self) -> int:
@@ -44,19 +44,19 @@ class Query:
         return self.namespace == other.namespace and self.data == other.data
 
     def upto(self, position: int) -> tuple[bytes, tuple[int, ...]]:
-        """Cut the prompt off at a position: the key up to there, and the cuts in it."""
+        """Return the key of the prompt up to a position, and the cuts up to it."""
         return self.data[: position * WIDTH], tuple(c for c in self.cuts if c <= position)
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A match, and where in a tree it lies."""
+    """A match, and its place in a tree."""
 
     match: Match
     node: Node
-    """The node that the resume point lies in or ends; the root where nothing can be reused."""
+    """The node that has the resume point inside or at its end; the root where there is no reuse."""
     junction: int
-    """The position up to which it could be reused if there were a checkpoint."""
+    """The position that the prompt could resume at if there were a checkpoint."""
 
     @property
     def at(self) -> int:
@@ -70,7 +70,7 @@ class Parting:
     reached: Origin | None
     """The origin of the deepest span that the prompt reached."""
     other: bytes = b""
-    """The beginning of what is stored there instead."""
+    """The first tokens that are stored there instead, as a key."""
     origin: Origin | None = None
 
 
@@ -91,8 +91,8 @@ def find(tree: Tree, query: Query) -> ResumePoint:
 
 
 def parting(tree: Tree, query: Query) -> Parting:
-    """Find what a tree has instead of a prompt's next tokens. Of several ways on, take the one that
-    was used last."""
+    """Find what a tree has instead of a prompt's next tokens. Of several branches, take the one
+    that was used last."""
     node, shared = tree.walk(query.data, query.cuts)
     reached = node.origin if node.parent is not None else None
     branches = [node] if shared < node.end else list(node.children.values())
@@ -107,7 +107,7 @@ def parting(tree: Tree, query: Query) -> Parting:
 
 
 def _path_from(node: Node, begin: int) -> bytes:
-    """The first tokens that are stored from a place in a node on, down the branch used last."""
+    """Return the first tokens stored from byte `begin` of a node on, down the branch used last."""
     found = node.key[begin : begin + GLIMPSE * WIDTH]
     while len(found) < GLIMPSE * WIDTH and node.children:
         node = max(node.children.values(), key=lambda child: child.last_used)
@@ -116,15 +116,16 @@ def _path_from(node: Node, begin: int) -> bytes:
 
 
 def _missed(walk: Walk, data: bytes, length: int, resume: int, limit: int) -> Reason | None:
-    """The reason that costs most: the tree goes on otherwise, or it cannot be resumed further on.
-    None for a prompt that goes on where the tree ends: there was nothing to reuse."""
+    """Return the reason that costs most: the tree has other tokens, or no later resume point.
+
+    None for a prompt that goes on beyond the end of the tree: there was no more to reuse."""
     node, shared = walk
     if not shared:
         return "cold"
     parts = shared < node.end or bool(node.children)
     if shared > node.end:
-        # It agrees with the beginning of a chunk that is not its own. A chunk that ends just where
-        # the prompt stops agreeing does not part from it.
+        # The prompt agrees with a chunk that it does not have itself. Where it agrees with all of
+        # that chunk, it has other cuts, but no other tokens.
         parts = data[node.end * WIDTH : shared * WIDTH] not in node.children
     if parts and length - 1 - shared >= shared - resume:
         return "diverged"
@@ -134,7 +135,7 @@ def _missed(walk: Walk, data: bytes, length: int, resume: int, limit: int) -> Re
 
 
 def _resume(layout: Layout, node: Node, limit: int) -> tuple[Node, int] | None:
-    """The last position up to `limit` that every layer can be restored at."""
+    """Find the last position up to `limit` that every layer can be restored at."""
     for each in node.path():
         position = min(each.end, limit)
         if position > each.start:
@@ -147,8 +148,8 @@ def _resume(layout: Layout, node: Node, limit: int) -> tuple[Node, int] | None:
 def _has_window(layout: Layout, node: Node, position: int) -> bool:
     """True where the window rows that `position` needs are all in the tree.
 
-    Asking at the ends of nodes is enough: within one stretch of held rows the last position is the
-    easiest to restore.
+    It is enough to ask at the ends of nodes: within one stretch of held rows, the last position is
+    the easiest to restore.
     """
     if not layout.has_window:
         return True

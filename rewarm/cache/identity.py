@@ -1,8 +1,8 @@
-"""The identity of what computes, taken from the live model and from what executes it.
+"""The identity of what computes: of the live model, and of what executes it.
 
-Two models that give other logits for one prompt must never have the same identity. So nothing is
-sampled, and nothing is remembered by file or by object: an edit in place (`weight[1] = 3`) keeps
-both the array object and its buffer.
+Two models that give different logits for a prompt must never have the same identity. So every byte
+is read each time, and no digest is kept for a file or an object: an edit in place (`weight[1] = 3`)
+keeps both the array object and its buffer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NOT_FOLLOWED = frozenset({*sys.stdlib_module_names, "numpy", "transformers", "to
 """Packages whose functions are described by their names."""
 
 HASHERS = 2
-"""Threads that read arrays: two of them read as fast as memory allows."""
+"""The number of threads that read arrays: two of them read as fast as memory allows."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Description:
     def identity(self, execution: str) -> str:
         """Digest all bytes. This reads every array, at about the speed of memory.
 
-        The weights' digest comes first: it shows which namespaces are of one model.
+        The weights' digest comes first: it shows which namespaces belong to one model.
         """
         with ThreadPoolExecutor(HASHERS, "rewarm-identity") as pool:
             digests = list(pool.map(_array_digest, self.arrays))
@@ -101,11 +101,11 @@ def execution(*, exact: bool, chunk: int) -> str:
 
 
 Slot = tuple[int, str]
-"""A module, by its place among all, and the name of a value that it holds."""
+"""The number of a module in `modules_of`, and the name of a value that it holds."""
 
 
 class Watch:
-    """The objects that a model's modules hold, to notice cheaply when one is replaced.
+    """Notices cheaply when one of the objects that a model's modules hold is replaced.
 
     It does not see an edit in place. It holds weak references, so replaced weights can be freed.
     """
@@ -122,7 +122,7 @@ class Watch:
         ]
 
     def changes(self) -> Iterator[Slot]:
-        """The slots whose object is another one now."""
+        """Yield the slots that hold another object now."""
         for i, (module_ref, refs) in enumerate(self._held):
             module = module_ref()
             held = dict(_values(module)) if module is not None else {}
@@ -137,15 +137,15 @@ _GONE = object()
 
 
 def run_once(model: Any, blank: Callable[[], list[Any]]) -> None:
-    """Run a model on next to nothing, as a prompt and as a decode step."""
+    """Run a model on two tokens, as a prompt does, and on one, as a decode step does."""
     for tokens in ([[0, 0]], [[0]]):
         mx.eval(model(mx.array(tokens), cache=blank()))
 
 
 def keeps_memos(model: Any) -> bool:
-    """True where a model has yet to fill what it computes once from its parameters and keeps.
+    """True where a model's first run computes values from its parameters, and keeps them.
 
-    Its identity is another one after it has run.
+    That run changes its identity.
     """
     return any(_is_memo(*item) for module in modules_of(model) for item in vars(module).items())
 
@@ -161,7 +161,7 @@ def _is_memo(name: str, value: Any) -> bool:
 
 
 def _values(module: Module) -> Iterator[tuple[str, Any]]:
-    """The values that a module holds itself; a list of modules or arrays counts item by item."""
+    """Yield the values that a module holds itself. A list or tuple is yielded item by item."""
     yield "class", type(module)
     for name, value in module.items():
         if type(value) is list or type(value) is tuple:
@@ -184,7 +184,7 @@ def evaluate(model: Any) -> None:
 
 
 class _Describer:
-    """Writes a line for each object that it is given, and for each that these hold.
+    """Writes a line for each object that it is given, and for each object that these hold.
 
     An object is named by the order in which it was met, so sharing and cycles cost nothing, and
     equal models give equal lines.
@@ -268,8 +268,8 @@ class _Describer:
                 if not name.startswith("__") and hasattr(thing, name):
                     held[name] = getattr(thing, name)
         if isinstance(thing, Module) and id(thing) not in self._own:
-            # A function's default, for example, is shared by every model of the process: another
-            # model's `eval()` sets its flag.
+            # All models of the process share such a module, for example the default of a function:
+            # another model's `eval()` sets its flag.
             held.pop("_training", None)
         for name in sorted(held.keys() - NOT_COMPUTED_WITH):
             yield f".{name}={self.note(held[name])}"
@@ -325,7 +325,7 @@ class _Describer:
 
 
 def _file_digest(module: str) -> str:
-    """The digest of a module's file, where it has one."""
+    """Digest a module's file, where it has one."""
     path = getattr(sys.modules.get(module), "__file__", None)
     try:
         return xxhash.xxh3_128(Path(path).read_bytes()).hexdigest() if path else "none"
@@ -344,7 +344,7 @@ def _is_code(value: Any) -> bool:
 def _is_constant(value: Any) -> bool:
     """True where a global or class attribute is data that code computes with.
 
-    Instances are left out: some of them count, or remember what was computed.
+    Instances are left out: some of them hold counters, or results that they computed.
     """
     if isinstance(value, (list, tuple, set, frozenset)):
         return all(map(_is_constant, value))
@@ -354,7 +354,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The names that a function looks up, in it and in the functions that it defines."""
+    """Return the names that a function looks up, with those of the functions that it defines."""
     inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*inner)
 
@@ -377,7 +377,7 @@ def _name(thing: Any) -> str:
 
 
 def _array_digest(array: mx.array) -> bytes:
-    """The digest of one evaluated array, read where it lies."""
+    """Digest one evaluated array."""
     if array.dtype == mx.bfloat16:  # numpy has no such numbers
         array = array.view(mx.uint16)
     return _digest(np.ascontiguousarray(np.asarray(array))).encode()
@@ -389,7 +389,7 @@ def _digest(array: np.ndarray[Any, Any]) -> str:
 
 @functools.cache
 def _kernels_digest() -> str:
-    """The digest of the files that replace parts of MLX and mlx-lm."""
+    """Digest the files that replace parts of MLX and mlx-lm."""
     digest = xxhash.xxh3_128()
     folder = Path(accel.__file__).parent
     for path in sorted(folder.rglob("*.py")):

@@ -1,6 +1,6 @@
-"""Layer kinds: how each of mlx-lm's caches is cut, captured and rebuilt.
+"""Layer kinds: they cut, capture and rebuild mlx-lm's caches.
 
-A new cache class is one class here, added to `KINDS`, or one outside that is given to `register`.
+For a new cache class, add a kind here and to `KINDS`, or give your own kind to `register`.
 Kinds match the exact class: a subclass may hold more than its parent does.
 """
 
@@ -21,14 +21,14 @@ class SpanKind(Protocol):
 
     group: ClassVar[Group]
     kept: int = 0
-    """The number of very first rows that are needed at every position."""
+    """The number of rows at the very start that every position needs."""
 
     def reach(self, position: int) -> int:
-        """The first row needed to go on from `position`, beside the `kept` first ones."""
+        """Return the first row needed to go on from `position`, besides the `kept` ones."""
         return 0
 
     def held(self, cache: Any, position: int) -> int:
-        """The first row from which `cache`, at `position`, holds every row (beside `kept`)."""
+        """Return the first row from which `cache` holds all up to `position`, besides `kept`."""
         return 0
 
     def read(self, cache: Any, start: int, stop: int) -> list[mx.array]:
@@ -93,7 +93,7 @@ class Rotating(SpanKind):
         return cls(cache.max_size, cache.keep)
 
     def reach(self, position: int) -> int:
-        # One row less would do for a chunk, and would break a single step: the ring must be full.
+        # One row less is enough for a chunk, but breaks a single step: the ring must be full.
         return max(0, position - (self.size - self.kept))
 
     def held(self, cache: Any, position: int) -> int:
@@ -125,7 +125,7 @@ class Rotating(SpanKind):
             cache._idx = cache.keys.shape[2]
 
     def _length(self, cache: Any) -> int:
-        """The rows in the ring, without the unused end of its buffer."""
+        """Count the rows in the ring, without the unused end of its buffer."""
         return min(int(cache.offset), int(cache.keys.shape[2]))
 
 
@@ -142,8 +142,8 @@ class Chunked(SpanKind):
         return cls(cache.chunk_size) if type(cache) is mlx_cache.ChunkedKVCache else None
 
     def reach(self, position: int) -> int:
-        # The rows of the open block would do for the answer; a cold run holds `size` of them, and
-        # only the same shapes give the same bits.
+        # The rows of the open block are enough for a right answer. But a cold run holds `size` of
+        # them, and only the same shapes give the same bits.
         return max(0, position - self.size)
 
     def held(self, cache: Any, position: int) -> int:
@@ -161,7 +161,7 @@ class Chunked(SpanKind):
 
 
 class Recurrent:
-    """Arrays that sum up everything so far."""
+    """A layer whose arrays sum up all tokens so far."""
 
     group: ClassVar[Group] = "state"
 
@@ -180,7 +180,7 @@ class Recurrent:
 
 
 class Opaque:
-    """Any other cache: all its attributes, or its `state` where it has no attributes to read."""
+    """Any other cache. It is kept as its attributes, or as its `state` where those cannot be."""
 
     group: ClassVar[Group] = "state"
 
@@ -206,18 +206,18 @@ class Opaque:
 
 
 class LayerKind(Protocol):
-    """A class of kinds: it knows the caches that it can take."""
+    """The class of a kind. It knows the caches that it can take."""
 
     @staticmethod
     def of(cache: Any) -> SpanKind | StateKind | None:
-        """The kind of a cache; None where it is for another class to say."""
+        """Return the kind of a cache, or None where this class does not take it."""
 
 
 KINDS: list[LayerKind] = [RowsKind, Rotating, Chunked, Recurrent, Opaque]
 
 
 def register(kind: LayerKind) -> None:
-    """Add a kind, which is asked before all others in every `PrefixCache` made from now on.
+    """Add a kind. Every `PrefixCache` made from now on asks it before all others.
 
     It decides what is stored for a layer, and how that is restored: `docs/cache.md` says what a
     kind promises."""
@@ -225,7 +225,7 @@ def register(kind: LayerKind) -> None:
 
 
 def kind_of(cache: Any) -> SpanKind | StateKind | None:
-    """The kind of a single cache; None where it is unknown and nothing can be reused."""
+    """Return the kind of a single cache, or None where no kind takes it."""
     for kind in KINDS:
         found = kind.of(cache)
         if found is not None:
@@ -234,7 +234,7 @@ def kind_of(cache: Any) -> SpanKind | StateKind | None:
 
 
 def leaves(caches: Any) -> list[Any]:
-    """The single caches inside a prompt cache, composites taken apart, in order."""
+    """Return the single caches of a prompt cache in order, with composites taken apart."""
     if isinstance(caches, (list, tuple)):
         return [leaf for c in caches for leaf in leaves(c)]
     if type(caches) is mlx_cache.CacheList:
@@ -252,7 +252,7 @@ def replaced(caches: Any, new: list[Any]) -> Any:
 
 
 def _flat(rows: Any) -> list[mx.array]:
-    """Quantised rows are three arrays, plain ones one."""
+    """List the arrays of rows: quantised ones have three, plain ones have one."""
     return list(rows) if isinstance(rows, (list, tuple)) else [rows]
 
 

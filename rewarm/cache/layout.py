@@ -1,4 +1,4 @@
-"""The layers of one model, by kind: reads a running prompt cache, and builds a new one."""
+"""The layers of one model, by kind. They are read from a running cache, or built into a new one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Layout:
         self.unknown = sorted({type(cache).__name__ for cache, kind in pairs if kind is None})
         self.reusable = bool(self.kinds) and not self.unknown
         self.groups: dict[Group, list[int]] = {"rows": [], "window": [], "state": []}
-        """The places of the layers of each group among all."""
+        """The numbers of the single caches of each group."""
         for i, kind in enumerate(self.kinds):
             if kind is not None:
                 self.groups[kind.group].append(i)
@@ -36,24 +36,24 @@ class Layout:
         self.has_state = bool(self.groups["state"])
         windows = [kind for _, kind in self._spans("window")]
         self.kept = max((kind.kept for kind in windows), default=0)
-        """Rows at the very start that every window needs at every position."""
+        """The number of rows at the very start that every window needs at every position."""
         lengths = [FAR - kind.reach(FAR) for kind in windows]
         self.longest_window = max(lengths, default=0)
         self.shortest_window = min(lengths, default=0)
         """After this many single steps the first window begins to be overwritten."""
 
     def reach(self, position: int) -> int:
-        """The first window row needed to go on from `position`."""
+        """Return the first window row needed to go on from `position`."""
         return min((k.reach(position) for _, k in self._spans("window")), default=position)
 
     def held(self, caches: list[Any], position: int) -> int:
-        """The first row from which every window of a running cache holds all rows."""
+        """Return the first row from which every window of a running cache holds all rows."""
         found = leaves(caches)
         windows = [(found[i], k) for i, k in self._spans("window") if found[i].keys is not None]
         return max((k.held(cache, position) for cache, k in windows), default=0)
 
     def stands_at(self, caches: list[Any], position: int) -> bool:
-        """True where a running cache has seen just this many tokens, as far as it can tell."""
+        """True where a running cache has seen just this many tokens, as far as its offsets tell."""
         found = leaves(caches)
         spans = [found[i] for i in (*self.groups["rows"], *self.groups["window"])]
         return all(c.offset == position for c in spans if c.keys is not None)
@@ -156,6 +156,6 @@ class Layout:
 
 
 def _needed(kind: SpanKind, position: int) -> list[tuple[int, int]]:
-    """The spans of rows that a layer needs to go on from `position`."""
+    """Return the spans of rows that a layer needs to go on from `position`."""
     first = kind.reach(position)
     return [(a, b) for a, b in ((0, min(kind.kept, first)), (first, position)) if a < b]

@@ -1,4 +1,4 @@
-"""A lease: what `acquire` gives."""
+"""The lease that `acquire` returns."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ class Lease:
         self.data = encode(tokens)
         self.caches = caches
         self.logits: mx.array | None = None
-        """The logits after the last token, where prefill went through that, too."""
+        """The logits after the last token, where prefill computed that, too."""
         self.cost = cost
-        """The match, and what it took so far: nothing is computed yet."""
+        """The match, and what it took to find and restore it."""
         self.position = cost.match.resume
         self.stored = cost.match.resume
         """The position up to which the tree holds this path for the lease."""
         self.stopped_storing = False
-        """Set once something did not fit or failed: what comes after cannot be stored either."""
+        """True once something did not fit or failed: nothing after it can be stored either."""
         self.cuts = cuts
         self.pin = pin
         self.hint = hint
         self.warm = warm
-        """Computed ahead of any request: it evicts nothing but older such work."""
-        # The finalizer may run at any moment in any thread, so it only leaves a note.
+        """True for warm-ahead: no request has asked for this yet, and it evicts only warm-ahead."""
+        # The finalizer may run at any moment in any thread, so it only notes the pin.
         self._finalizer = weakref.finalize(self, cache.memory.pins.dropped.append, pin)
 
     def extend(self, tokens: list[int] | Tokens) -> None:

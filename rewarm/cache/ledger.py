@@ -1,4 +1,4 @@
-"""The ledger: what trees hold, counted, and how much they may hold."""
+"""The ledger: it counts what trees hold, and knows how much they may hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Held:
 
     @property
     def tokens(self) -> int:
-        """Distinct tokens: what a node takes in the index beyond its fixed bytes is its key."""
+        """The number of distinct tokens. A node takes fixed bytes in the index, and its key."""
         return (self.kinds["index"] - self.nodes * NODE_BYTES) // WIDTH
 
     @property
@@ -32,7 +32,7 @@ class Held:
 
 @dataclass
 class Ledger:
-    """Everything that a tree holds goes in and out through here, and is counted."""
+    """Counts everything that goes into a tree and out of it."""
 
     budget: int
     max_buffers: int

@@ -28,10 +28,10 @@ AUTO_SHARE = 0.4
 rest."""
 
 MOST_EMPTY = 16
-"""The number of trees up to which empty ones are left alone."""
+"""The number of trees from which on empty ones are dropped."""
 
 SPARE_BUFFERS = 4
-"""Reserved where the number is known only afterwards: a state takes one for each dtype."""
+"""Buffers to reserve where the number is known only afterwards: a state takes one per dtype."""
 
 
 class Memory:
@@ -52,15 +52,15 @@ class Memory:
             on_evict=self._evicting,
         )
         self.offer: Callable[[Item], None] | None = None
-        """Called with an item that is about to be evicted, so that it can be stored elsewhere."""
+        """It is called with each item that is about to be evicted, to store it elsewhere."""
         self._tree_kind = ChunkTree if chunked else Tree
         self._most = MOST_EMPTY
         self._resumable = not layout.has_state
 
     def tree(self, namespace: Namespace, *, keep: bool = True) -> Tree:
-        """The tree of a namespace. Where there is none it is an empty one, which `keep` adds.
+        """Return the tree of a namespace, or a new empty one, which `keep` adds to the trees.
 
-        Empty trees that no pin uses are dropped now and then, or salts would pile up."""
+        Empty trees that no pin uses are dropped now and then: else each salt would leave one."""
         found = self.trees.get(namespace) or self._tree_kind(namespace)
         if keep and namespace not in self.trees:
             if len(self.trees) >= self._most:
@@ -72,11 +72,11 @@ class Memory:
         return found
 
     def nodes(self) -> list[Node]:
-        """Every node of every tree."""
+        """List every node of every tree."""
         return [node for tree in self.trees.values() for node in tree.nodes()]
 
     def rename(self, base: str) -> None:
-        """Give all trees another identity of what computes."""
+        """Put another identity of what computes into the namespaces of all trees."""
         for tree in self.trees.values():
             tree.namespace = replace(tree.namespace, base=base)
         self.trees = {tree.namespace: tree for tree in self.trees.values()}
@@ -97,7 +97,7 @@ class Memory:
         self.evictor.make_room()
 
     def drain(self) -> None:
-        """Unpin what forgotten leases held."""
+        """Release the pins of leases and fetches that nothing refers to any more."""
         while self.pins.dropped:
             self.release(self.pins.dropped.popleft())
 
@@ -144,11 +144,11 @@ class Memory:
 
 
 def auto_size() -> int:
-    """The size of a cache in bytes: a share of the memory that is free now."""
+    """Return the size of a cache in bytes: a share of the memory that is free now."""
     return max(int((device_bytes() - mx.get_active_memory()) * AUTO_SHARE), 64 * SMALLEST)
 
 
 def most_buffers() -> int:
-    """Half of the buffers that the device allows: running requests need some as well."""
+    """Return half of the buffers that the device allows: running requests need some as well."""
     limit: Any = dict(mx.device_info()).get("resource_limit", 499_000)
     return int(limit) // 2

@@ -19,9 +19,10 @@ MakeCaches = Callable[[], list[Any]]
 
 
 def vocabulary_size(model: Any) -> int | None:
-    """The number of tokens that a model knows, by its arguments or else by its token embedding.
+    """Return the number of tokens that a model knows, by its arguments or its token embedding.
 
-    It matters: MLX does not check, and a token beyond the embedding reads foreign memory.
+    Prompts are checked by it: MLX does not check, and a token beyond the embedding reads foreign
+    memory.
     """
     size = _argument(model, "vocab_size")
     if size is not None:
@@ -31,19 +32,19 @@ def vocabulary_size(model: Any) -> int | None:
 
 
 def context_size(model: Any) -> int:
-    """The longest sequence that a model was made for, by its arguments."""
+    """Return the length of the longest sequence that a model was made for, by its arguments."""
     found = _argument(model, "max_position_embeddings") or _argument(model, "n_positions")
     return found or 1 << 31
 
 
 def most_heads(model: Any) -> int:
-    """The number of heads of a layer at most, by the model's arguments."""
+    """Return the largest number of heads of a layer, by the model's arguments."""
     names = ("num_attention_heads", "num_heads", "n_heads", "n_head")
     return max((n for n in (_argument(model, name) for name in names) if n), default=64)
 
 
 def checked_tokens(tokens: Sequence[int] | npt.NDArray[Any], vocabulary: int) -> Tokens:
-    """A prompt as an array, or an error that says what is wrong with it."""
+    """Return a prompt as an array, or raise an error that says what is wrong with it."""
     try:
         given = np.asarray(tokens)
     except (ValueError, TypeError, OverflowError) as error:
@@ -66,7 +67,9 @@ def checked_tokens(tokens: Sequence[int] | npt.NDArray[Any], vocabulary: int) ->
 def cache_maker(
     model: Any, max_kv_size: int | None, kv_bits: int | None, kv_group_size: int
 ) -> MakeCaches:
-    """mlx-lm's own caches for a model; with `kv_bits`, full attention is quantised from token 0."""
+    """Return a function that makes mlx-lm's own caches for a model.
+
+    With `kv_bits`, full attention is quantised from token 0."""
     check_kv(kv_bits, kv_group_size)
 
     def make() -> list[Any]:
@@ -89,7 +92,7 @@ def cache_maker(
 
 
 def _argument(model: Any, name: str) -> int | None:
-    """A size by a model's arguments, or by those of its text part."""
+    """Look up a size in a model's arguments, or in those of its text part."""
     for where in ("args", "config"):
         args = getattr(model, where, None)
         while args is not None:

@@ -1,9 +1,8 @@
-"""New memory for large arrays on a Linux CPU: in large pages, and filled once.
+"""Make large arrays on a Linux CPU in large pages, and without filling them first.
 
-MLX has no array that is not filled, and the system hands memory out in pages of 4 KB, each at a
-cost: for a copy of many megabytes that is most of its time. `mx.load` reads into memory that it has
-just been given, so a file that reads nothing leaves it as it is; and before that it can be asked
-for in large pages.
+MLX fills every array that it makes. The system hands memory out in pages of 4 KB, each at a cost:
+for a copy of many megabytes, that is most of the time. `mx.load` reads a file into new memory. So a
+file object that reads nothing leaves this memory as it is, and can ask for large pages.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def available() -> bool:
 
 
 def unfilled(*shape: int) -> mx.array:
-    """An array of bytes with whatever was in memory before. The caller fills all of them."""
+    """Return an array of bytes that may have any values. The caller fills all of them."""
     size = int(np.prod(shape))
     if not available() or not size:
         return mx.zeros(shape, mx.uint8)

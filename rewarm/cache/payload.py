@@ -26,22 +26,22 @@ from rewarm.accel import cuda_rows
 from .pages import unfilled
 
 SEGMENT, GPU_SEGMENT = 512, 2048
-"""The number of tokens in one packed array at most: a split copies one segment, never the whole
-node. On a GPU a copy's bytes cost little beside its launch, and on Metal a restore launches one for
-each segment and layer."""
+"""The most tokens in one packed array: a split copies one segment, never the whole node. On a GPU
+the launch of a copy costs more than its bytes, and on Metal a restore launches a copy for each
+segment and layer."""
 
 WORTH_A_THREAD = 1 << 20
 """Bytes from which arrays are joined by several threads."""
 
 TOKENS, HEADS = 2, 1
-"""The axes of a row array: (batch, heads, tokens, width), as mlx-lm's caches hold it."""
+"""The axes of a row array: (batch, heads, tokens, width), as in mlx-lm's caches."""
 
 
 def detached(parts: Sequence[mx.array], axis: int) -> mx.array:
-    """One array of the parts, in a buffer of its own.
+    """Join the parts into one array, in a buffer of its own.
 
-    Concatenation of several parts always copies; of one part it does not, and neither does
-    `mx.contiguous` where the parent is only a little larger. An empty second part makes it copy.
+    Concatenation copies several parts, but not a single one. `mx.contiguous` does not copy either
+    where the parent is only a little larger. An empty second part makes concatenation copy.
     """
     if len(parts) == 1:
         shape = list(parts[0].shape)
@@ -55,7 +55,7 @@ def longest_segment() -> int:
 
 
 def allocated(nbytes: int) -> int:
-    """The bytes that MLX's allocator takes for an array: exact on a CPU, whole pages on a GPU."""
+    """Return the bytes that MLX's allocator takes for an array. A GPU's are rounded up."""
     if mx.default_device() == mx.cpu or not nbytes:
         return nbytes
     page = 16384
@@ -76,7 +76,7 @@ class Packing:
 
     shapes: tuple[RowShape, ...]
     counts: tuple[int, ...]
-    """The number of each layer's arrays; none for a cache that the model never uses."""
+    """The number of each layer's arrays: 0 for a cache that the model never uses."""
 
     @staticmethod
     def of(layers: Sequence[Sequence[mx.array]]) -> Packing:
@@ -89,7 +89,7 @@ class Packing:
 
     @cached_property
     def groups(self) -> list[list[int]]:
-        """The arrays that are stacked together, by width and dtype; empty ones in no group."""
+        """The numbers of the arrays that are stacked together. Empty arrays are in no group."""
         groups: dict[tuple[int, mx.Dtype], list[int]] = {}
         for i, shape in enumerate(self.shapes):
             if shape.width and shape.heads:
@@ -112,7 +112,7 @@ class Packing:
         return [RowShape(sum(s.heads for s in g), g[0].width, g[0].dtype) for g in groups]
 
     def nbytes(self, tokens: int) -> int:
-        """The bytes that this many tokens will take once packed."""
+        """Return the bytes that this many tokens will take once packed."""
         longest = longest_segment()
         whole, rest = divmod(tokens, longest)
         sizes = [heads * width * dtype.size for heads, width, dtype in self.packed]
@@ -182,7 +182,7 @@ class Rows:
         return self.part(self.start, at), self.part(at, self.stop)
 
     def part(self, start: int, stop: int) -> Rows | None:
-        """The rows from `start` to `stop`, as far as there are any; whole segments are shared."""
+        """Return the rows from `start` to `stop` that there are. Whole segments are shared."""
         if start <= self.start and self.stop <= stop:
             return self
         found, cut = [], []
@@ -199,7 +199,7 @@ class Rows:
 
 
 def chained(pieces: Sequence[Rows]) -> Rows | None:
-    """Make one of rows that continue one another. Copies nothing."""
+    """Chain rows that follow one another into one `Rows`. Copies nothing."""
     if not pieces:
         return None
     return Rows(pieces[0].packing, tuple(s for piece in pieces for s in piece.segments))
@@ -254,7 +254,7 @@ def join(
             at += b - a
         into[:, :, at:] = 0
         array = array.view(dtype)
-        mx.eval(array)  # here: an operation belongs to the thread that made it
+        mx.eval(array)  # in this thread: an operation belongs to the thread that made it
         return array
 
     return list(_joiners().map(copied, wanted))
@@ -288,12 +288,12 @@ def _parts(pieces: Sequence[Rows], spans: Sequence[tuple[int, int]]) -> list[Seg
 
 @cache
 def _joiners() -> ThreadPoolExecutor:
-    """On a CPU most of the time goes into new memory, of which one thread gets little."""
+    """Return the threads that join rows on a CPU. One thread alone gets new memory too slowly."""
     return ThreadPoolExecutor(min(4, os.cpu_count() or 1), "rewarm-join")
 
 
 PLAIN = (mx.array, bool, int, float, str, type(None))
-"""The classes of what a checkpoint can keep, in lists, tuples and dictionaries."""
+"""The classes of values that a checkpoint can keep, also in lists, tuples and dictionaries."""
 
 
 class ArraySlot(NamedTuple):
@@ -340,7 +340,7 @@ class PackedState:
         return PackedState(skeleton, arrays)
 
     def unpack(self) -> Any:
-        """The value again. Its arrays are new handles: assigning into them changes nothing here."""
+        """Return the value, with new handles for its arrays: they may be assigned into."""
 
         def filled(item: Any) -> Any:
             if not isinstance(item, ArraySlot):
@@ -352,18 +352,18 @@ class PackedState:
 
 
 def _is_whole(item: Any) -> bool:
-    """True for a tuple or list with a class of its own: it is not taken apart."""
+    """True for an instance of a subclass of tuple or list: it is not taken apart."""
     return isinstance(item, (list, tuple)) and type(item) not in (list, tuple)
 
 
 def items_of(value: Any) -> list[Any]:
-    """The arrays, numbers and texts in a value."""
+    """List the arrays, numbers and texts in a value."""
     flat: Any = tree_flatten(value, is_leaf=_is_whole)
     return [item for _, item in flat]
 
 
 def state_bytes(value: Any) -> int:
-    """The bytes that `PackedState.pack(value)` will take, without packing it."""
+    """Return the bytes that `PackedState.pack(value)` will take, without packing it."""
     sizes: Counter[mx.Dtype] = Counter()
     for item in items_of(value):
         if isinstance(item, mx.array):

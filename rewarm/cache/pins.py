@@ -1,4 +1,4 @@
-"""Pins: a path in use is not evicted."""
+"""Pins keep paths in use from being evicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Pin:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the tree holds of the path, with these checkpoints."""
+        """The bytes of the path's rows and windows in the tree, and of these checkpoints."""
         payloads = [p for node in self.node.path() for p in (node.rows, node.window)]
         return sum(p.nbytes for p in (*payloads, *self.checkpoints) if p is not None)
 
@@ -41,14 +41,14 @@ class Pin:
         self.checkpoints.append(checkpoint)
 
     def down(self, child: Node) -> None:
-        """Go on to a child, and hold that too."""
+        """Extend the pin to a child."""
         child.pins += 1
         self.node = child
 
     def up_to(self, position: int) -> None:
-        """Hold no more than the path to `position`.
+        """Shorten the pin to the path up to `position`.
 
-        Another request may have split the node in the meantime: the lower half is not held.
+        Another request may have split the node meanwhile: the lower half is then released.
         """
         while self.node.parent is not None and self.node.start >= position:
             self.node.pins -= 1
@@ -56,17 +56,17 @@ class Pin:
 
 
 class Pins:
-    """All pins of a cache, and how often a prompt found something to pin."""
+    """All pins of a cache, and the numbers of its hits and misses."""
 
     def __init__(self) -> None:
         self.held: set[Pin] = set()
         self.dropped: deque[Pin] = deque()
-        """Pins of leases that were forgotten. A finalizer may run at any moment in any thread, so
-        it only leaves a note here."""
+        """Pins of leases and fetches that nothing refers to any more. A finalizer may run at any
+        moment in any thread, so it only adds the pin here."""
         self.hits = self.misses = 0
 
     def hold(self, tree: Tree, node: Node) -> Pin:
-        """Pin a path, and refresh nothing."""
+        """Pin a path without refreshing it."""
         pin = Pin(tree, node)
         pin.take()
         self.held.add(pin)
@@ -75,7 +75,7 @@ class Pins:
     def take(
         self, tree: Tree, node: Node, resume: int, *, warm: bool, hint: float, now: int
     ) -> Pin:
-        """Pin the path of a match, and refresh what it really used and nothing else."""
+        """Pin the path of a match, and refresh only what the match uses."""
         pin = self.hold(tree, node)
         if node.checkpoint is not None and resume == node.end:
             pin.hold(node.checkpoint)

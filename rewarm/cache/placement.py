@@ -1,6 +1,6 @@
-"""Placement: where checkpoints are taken.
+"""Placement: choose where checkpoints are taken.
 
-What is taken is cheap; what is kept is retention's choice.
+To take a checkpoint is cheap. Retention chooses which ones are kept.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ WEIGHTS: dict[str, float] = {
     "answer": 1.0,
     "sparse": 4.0,
 }
-"""The likelihood that a checkpoint of each kind is asked for again, against the end of a prompt. A
-chat whose end was evicted goes on from a sparse one."""
+"""The likelihood that a checkpoint of each kind is asked for again, relative to one at the end of a
+prompt. A chat whose end was evicted goes on from a sparse one."""
 
 
 class Point(NamedTuple):
@@ -32,7 +32,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A prompt as placement sees it. Its last token is left to the first decode step."""
+    """The facts of a prompt for placement. Its last token is left to the first decode step."""
 
     stop: int
     resume: int = 0
@@ -45,7 +45,7 @@ def points(shape: Shape, *, sparse: int = 8192, near: int = 8) -> list[Point]:
     """Choose where to take checkpoints, in order, between `shape.resume` and `shape.stop`: at
     message ends, junctions, marks and the end, and every `sparse` tokens between them.
 
-    Of points closer than `near` tokens the earlier one serves both."""
+    Of two points closer than `near` tokens, only the earlier one is taken."""
     wanted = [Point(position, "mark") for position in shape.marks]
     wanted += [Point(b.position, b.kind) for b in shape.boundaries if b.kind]
     if shape.junction > shape.resume:
@@ -58,7 +58,7 @@ def points(shape: Shape, *, sparse: int = 8192, near: int = 8) -> list[Point]:
         if last < point.position < shape.stop and (not last or point.position - last >= near):
             taken.append(point)
     if shape.stop > shape.resume:
-        # It is never merged: an exact repeat must find its end.
+        # The end is always taken: an exact repeat resumes there.
         taken.append(Point(shape.stop, "end"))
     found: list[Point] = []
     start = shape.resume

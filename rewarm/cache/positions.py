@@ -1,4 +1,4 @@
-"""The position up to which a token's rows depend on nothing that comes after it.
+"""Find the position up to which a token's rows do not depend on what comes after it.
 
 A rotary module may change its frequencies once a sequence is longer than the model was trained for
 (dynamic NTK). A token's keys then depend on where the chunk that it was computed in ends, or
@@ -26,7 +26,7 @@ from .model import most_heads
 log = logging.getLogger("rewarm")
 
 FAR = 1 << 62
-"""The limit of a model that has none."""
+"""The value that stands for no limit."""
 
 MOST = 1 << 24
 """The farthest position that is looked at: float32 counts no further."""
@@ -35,7 +35,7 @@ POWERS = tuple(1 << n for n in range(6, 23))
 """Lengths that are looked at in every model. Dynamic NTK shows at each of them beyond its limit."""
 
 MARGIN = 16
-"""A number that a module holds may be its limit, give or take a few tokens."""
+"""The most tokens by which a module's limit differs from a number that it holds."""
 
 TOLERANCE = 1e-3
 """The largest difference between rows that count as the same, as a share of the input. The first
@@ -63,11 +63,11 @@ def _warn(model: str, module: str, position: int) -> None:
 
 
 def position_limit(model: Any) -> int:
-    """The lowest limit of a model's position modules; `FAR` where none has one. It is logged.
+    """Return the lowest limit of a model's position modules, or `FAR` where none has one. Log it.
 
-    Calls that end there or before give every token the same row, however they divide the sequence.
-    Calls that end beyond it do not. Call it on a thread that may run the model. The modules are
-    called as copies: some keep what they computed last.
+    Up to the limit, a token gets the same row however the sequence is divided into chunks. Beyond
+    it, this is not so. Call it on a thread that may run the model. Copies of the modules are
+    called, because some modules keep what they computed last.
     """
     limit, name = FAR, ""
     for module in _distinct(position_modules(model)):
@@ -80,8 +80,9 @@ def position_limit(model: Any) -> int:
 
 
 def position_modules(model: Any) -> list[Module]:
-    """The modules that are called as `nn.RoPE` is, with one array and an offset, and that hold no
-    modules of another kind: attention that takes an offset holds projections."""
+    """Return the modules that are called as `nn.RoPE` is, with one array and an offset.
+
+    They hold no modules of another kind: attention that takes an offset holds projections."""
     modules = modules_of(model)
     kinds = {kind for kind in {type(m) for m in modules} if _takes_offset(kind)}
     own = [module for module in modules if type(module) in kinds]
@@ -101,7 +102,7 @@ def _takes_offset(kind: type) -> bool:
 
 
 def _limit_of(module: Module, model: Any) -> int:
-    """Find the limit between the first length at which rows disagree and the last before it."""
+    """Find the last length at which rows agree, before the first at which they do not."""
     probe = _Probe.of(module, most_heads(model))
     if probe is None:
         return 0
@@ -124,12 +125,12 @@ class _Probe:
 
     module: Module
     heads: int
-    """Some modules look at this axis by mistake."""
+    """Some modules take this axis for that of the tokens by mistake."""
     width: int
 
     @staticmethod
     def of(module: Module, heads: int) -> _Probe | None:
-        """None where the module cannot be called alone."""
+        """Make a probe, or return None where the module cannot be called alone."""
         sizes = (2 * value.size for value in module.values() if isinstance(value, mx.array))
         own = sorted(n for n in {*_numbers(module), *sizes} if 2 <= n <= max(WIDTHS))
         for width in (*own, *WIDTHS):
@@ -142,7 +143,7 @@ class _Probe:
         return None
 
     def agrees(self, stop: int) -> bool:
-        """True where the rows of one call that ends at `stop` are those of calls for each alone."""
+        """True where one call that ends at `stop` gives the same rows as a call for each row."""
         start = max(0, stop - self.heads - 2 * MARGIN)
         together = self._call(start, stop)
         apart = [
@@ -160,7 +161,7 @@ class _Probe:
 
 
 def _distinct(modules: list[Module]) -> list[Module]:
-    """One of all that hold the same values: every layer has a position module of its own."""
+    """Keep one of the modules with equal values: every layer has a position module of its own."""
     found = {tuple(_held(part) for part in modules_of(module)): module for module in modules}
     return list(found.values())
 
@@ -181,7 +182,7 @@ def _arguments(model: Any) -> list[Any]:
 
 
 def _numbers(thing: Any, depth: int = 4) -> Iterator[int]:
-    """The numbers in a module or in a model's arguments that may be lengths."""
+    """Yield the numbers in a module or in a model's arguments that may be lengths."""
     if isinstance(thing, (int, float)):
         if not isinstance(thing, bool) and 1 < thing <= MOST:
             yield int(thing)

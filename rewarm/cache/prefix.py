@@ -53,8 +53,8 @@ class PrefixCache(CacheCore):
     ) -> Match:
         """Say how much of a prompt could be reused now. Changes nothing.
 
-        It waits for the answers of lower tiers, without the lock, unless `tiers` is false, or has
-        what `ask_tiers` gave."""
+        It asks lower tiers and waits for them, without the lock, unless `tiers` is false or holds
+        what `ask_tiers` returned."""
         query, tree, answers = self._looked_for(tokens, salt, boundaries, tiers)
         with self._entered():
             return match_with(tree, query, answers)
@@ -68,7 +68,7 @@ class PrefixCache(CacheCore):
         other_salts: Sequence[str] = (),
         tiers: bool | Sequence[Found] = True,
     ) -> Missed:
-        """Say how much of a prompt could be reused now, and why not more: as `match` does.
+        """Say how much of a prompt could be reused now, and why not more. It waits as `match` does.
 
         It looks at the prompt's own salt only, and at the `other_salts` that the caller names."""
         query, tree, answers = self._looked_for(tokens, salt, boundaries, tiers)
@@ -80,13 +80,14 @@ class PrefixCache(CacheCore):
     def ask_tiers(
         self, tokens: TokenIds, salt: str | None = None, boundaries: Sequence[Boundary] = ()
     ) -> Sequence[Found]:
-        """Ask lower tiers what they have of a prompt that memory has not. It waits for them, for a
-        caller of `match` or `miss` that must not wait."""
+        """Ask lower tiers what they have of a prompt beyond memory, and wait for their answers.
+
+        Give these to `match` or `miss` where that call must not wait."""
         return self._looked_for(tokens, salt, boundaries, True)[2] if self.tiers else ()
 
     def foreign(self, tokens: TokenIds, salt: str | None = None) -> int:
-        """The number of tokens of a prompt that lower tiers have of other models, or in another
-        form, under the same salt. It waits for them."""
+        """Return the number of tokens of a prompt that lower tiers have of other models, or in
+        another form, under the same salt. It waits for the tiers."""
         return self._lower.foreign(checked_tokens(tokens, self.vocabulary), salt)
 
     def fetch(
@@ -97,11 +98,12 @@ class PrefixCache(CacheCore):
         *,
         worth: Worth | None = None,
     ) -> Fetch:
-        """Begin to bring what lower tiers have of a prompt beyond memory. Returns at once.
+        """Begin to fetch what lower tiers have of a prompt beyond memory. Returns at once.
 
-        The tiers are asked from fast to slow, and what can be resumed furthest on is fetched, where
-        `worth` has nothing against it. Everything that takes time happens on other threads:
-        `future` says when it is over. Then `take_in` it, or hand it to `acquire`.
+        The tiers are asked from fast to slow. The one with the furthest resume point is used,
+        unless `worth` says that fetching takes longer than computing. Everything that takes time
+        happens on other threads, and `future` is resolved at the end. Then give the fetch to
+        `take_in` or to `acquire`.
         """
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
@@ -111,9 +113,9 @@ class PrefixCache(CacheCore):
     def take_in(self, fetch: Fetch) -> Match:
         """Put what a fetch brought into the memory tree, and say what can be reused now.
 
-        It is quick and reads nothing: what was damaged, or was not what was asked for, is not among
-        it any more. What does not fit is left out. Call it once `fetch.future` is resolved; before
-        that it is as if nothing had come, and the fetch is cancelled.
+        It is quick and reads nothing: damaged and wrong payloads were left out before. What does
+        not fit is left out, too. Call it once `fetch.future` is resolved. Before that, it cancels
+        the fetch, and uses nothing of it.
         """
         with self._entered():
             tree = self.memory.tree(fetch.query.namespace)
@@ -134,14 +136,14 @@ class PrefixCache(CacheCore):
         """Lease a prompt's path, with caches that stand at its resume point.
 
         `fetch=True` waits for what lower tiers have of the prompt, without the lock: it is for a
-        thread that has nothing else to do. `fetch=False` takes what memory holds, at once. A fetch
-        of this prompt that is resolved is taken in under the same lock as the lease, and the
-        lease's match names the tier that it came from.
+        thread that has nothing else to do. `fetch=False` takes what memory holds, at once. A
+        resolved fetch of this prompt is taken in under the same lock as the lease, and the lease's
+        match names the tier that it came from.
 
-        `headroom` is how many tokens the answer may take: the caches then need not grow by copying.
+        `headroom` is the number of tokens that the answer may take: the caches then need not grow.
         `hint` above 1 says that this prompt is likelier than others to be asked for again.
-        `warm`: no request has asked for this yet. What it finds counts as unused, and its commits
-        evict nothing but other warm-ahead.
+        `warm` says that no request has asked for this yet: what it finds is not refreshed, and its
+        commits evict only warm-ahead.
         """
         if not 0 < hint < math.inf:
             raise InvalidOption(f"hint={hint!r} is no likelihood: give a number above 0, such as 2")
@@ -189,9 +191,10 @@ class PrefixCache(CacheCore):
         origin: Origin = "prefill",
         checkpoint: Kind | None = None,
     ) -> None:
-        """Store what the lease's caches, which stand at `stop`, hold and the tree does not.
+        """Store what the tree lacks of the lease's caches, which stand at `stop`.
 
-        Never fails a request: what does not fit or cannot be read is left out, and what follows it.
+        It never fails a request: what does not fit or cannot be read is left out, with all that
+        follows it.
         """
         if lease.cache is not self:
             raise ModelMismatch("this lease belongs to another cache")
@@ -219,7 +222,7 @@ class PrefixCache(CacheCore):
                 log.exception("a part of a prompt could not be stored; it will be computed again")
 
     def mark(self, lease: Lease, position: int, kind: Kind = "junction") -> None:
-        """Take a checkpoint on the way: another request waits for the prefix up to `position`."""
+        """Plan a checkpoint at `position` in the prefill: another request waits for that prefix."""
         if not lease.position < position <= len(lease.tokens) - 1:
             return
         with self._lock:
@@ -229,8 +232,8 @@ class PrefixCache(CacheCore):
     def mark_idle(
         self, tokens: TokenIds, salt: str | None = None, boundaries: Sequence[Boundary] = ()
     ) -> None:
-        """Note that this prompt has an answer that a person will think about. Do not call it after
-        a tool call, which is soon followed by its result."""
+        """Note that this prompt has an answer that a person will reply to. Do not call it after a
+        tool call: its result follows soon."""
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
             query = self._query(prompt, salt, boundaries)
@@ -238,8 +241,8 @@ class PrefixCache(CacheCore):
             self.memory.evictor.mark_idle(tree.walk(query.data, query.cuts).node)
 
     def nodes(self) -> list[Node]:
-        """Every node that memory holds now, of all salts. They change as requests go on: look at
-        them, and leave them as they are."""
+        """List the nodes that memory holds now, of all salts. They change as requests go on. Do
+        not change them."""
         with self._entered():
             return self.memory.nodes()
 
@@ -255,18 +258,18 @@ class PrefixCache(CacheCore):
         return survey_of(self._entered, trees, self.tiers, lambda: self.memory.clock)
 
     def version(self) -> tuple[int, ...]:
-        """A value that is another one wherever a survey may have changed."""
+        """Return a value that differs whenever a survey may have changed."""
         held = self.memory.ledger.held
         below = [n for tier in self.tiers for n in tier.browse().version]
         return (self.memory.clock, held.nodes, held.total, *below)
 
     def digest(self) -> str:
-        """One hash of what the tree knows: two caches with the same calls have the same one."""
+        """Hash what the trees know. Two caches with the same calls have the same hash."""
         with self._entered():
             return digest(self.memory.trees.values())
 
     def resize(self, memory: int | str) -> None:
-        """Set another budget; what no longer fits goes at once, except what is leased."""
+        """Set another budget. What no longer fits is evicted at once, except what is leased."""
         with self._entered():
             self.memory.ledger.budget = budget_of(memory)
             self.memory.evictor.make_room()
@@ -278,20 +281,20 @@ class PrefixCache(CacheCore):
             self.memory.evictor.trim(nbytes)
 
     def verify(self, *, tiers: bool = False) -> None:
-        """Check every invariant of the tree and its accounting; raises BrokenInvariant. With
-        `tiers` everything below memory is read and checked, too."""
+        """Check every invariant of the tree and its accounting. Raises BrokenInvariant. With
+        `tiers`, everything below memory is read and checked, too."""
         if tiers:
             self._lower.verify()
         with self._entered():
             verify(self.memory, self.layout)
 
     def flush(self, *, wait: bool = True, durable: bool = False) -> bool:
-        """Make what is held outlive this process; returns when it does.
+        """Give what is held to lower tiers, and wait until it outlives this process.
 
-        False where a part is not there after all: a tier refused, or has no space for it. Without
-        `wait` it is only offered; False where a tier may not have taken all of it yet.
-        `durable`: only what is sure to be asked for again, such as system prompts and users' turns.
-        A refusal of a tier is logged."""
+        Returns False where a tier refused a part, or has no space for it. Without `wait` it is only
+        offered, and False means that a tier may not have taken all of it yet. `durable` takes only
+        what is sure to be asked for again, such as system prompts and users' turns. A refusal of a
+        tier is logged."""
         if wait:
             self._attached()
         with self._entered():
@@ -304,8 +307,8 @@ class PrefixCache(CacheCore):
     def clear(self, *, give_back: bool = True, wait: bool = True) -> Sequence[Future[None]]:
         """Forget everything, in lower tiers too. Running requests go on, and store nothing more.
 
-        Its memory goes back to the system; without `give_back` it stays for what comes next.
-        Returns the ends of what lower tiers delete; without `wait` it is still under way."""
+        Its memory goes back to the system; without `give_back`, the process keeps it. Returns a
+        future for each tier's deletion. Without `wait`, these may not be resolved yet."""
         with self._entered():
             self.memory.forget()
             forgotten = self._lower.forget()
@@ -335,7 +338,7 @@ class PrefixCache(CacheCore):
         boundaries: Sequence[Boundary],
         tiers: bool | Sequence[Found],
     ) -> tuple[Query, Tree, Sequence[Found]]:
-        """Look for a prompt without a trace: the query, memory's tree, the tiers' answers."""
+        """Look for a prompt. Returns the query, memory's tree and the tiers' answers."""
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
             query = self._query(prompt, salt, boundaries)
@@ -348,7 +351,7 @@ class PrefixCache(CacheCore):
     def _with_fetched(
         self, fetch: Fetch, before: ResumePoint, tree: Tree, query: Query
     ) -> ResumePoint:
-        """Put what came into the tree that it was fetched for, end the fetch, and look again."""
+        """Put what was fetched into its tree, end the fetch, and look for the prompt again."""
         pieces = fetch.taken() if fetch.future.done() and fetch.epoch == self._lower.epoch else []
         try:
             if pieces and fetch.found is not None:

@@ -1,4 +1,4 @@
-"""Restoring: caches that stand at a prompt's resume point are built from the tree."""
+"""Restore: build caches that stand at a prompt's resume point from the tree."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from .tree import Node, Tree
 log = logging.getLogger("rewarm")
 
 STEP = 256
-"""The number of rows by which mlx-lm's caches grow. On CUDA restored caches have such lengths, too.
-MLX reuses a freed buffer only for one of its size, and a new one takes longer than the copy."""
+"""The number of rows by which mlx-lm's caches grow. On CUDA the length of a restored cache is a
+multiple of it: MLX reuses a freed buffer only for one of the same size, and a new buffer takes
+longer than the copy."""
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Restorer:
         return found, self.blank()
 
     def _built(self, found: ResumePoint, headroom: int) -> list[Any]:
-        """Raises where anything is missing or of another form."""
+        """Build the caches of a match. Raises where anything is missing or of another form."""
         path = [*found.node.path()][::-1]
         state = found.node.checkpoint.state if found.node.checkpoint else None
         return self.layout.build(
@@ -79,8 +80,8 @@ class Restorer:
 
 
 def known_below(point: ResumePoint, found: Found) -> ResumePoint:
-    """Add to a match what a tier knows of the prompt beyond memory: those tokens are computed
-    although they were known."""
+    """Add to a match what a tier knows of the prompt beyond memory. Those tokens are computed again
+    although they are known."""
     known = point.match.shared
     parts = found.reason == "diverged" and found.shared == known and point.match.reason is None
     if found.shared <= known and not parts:

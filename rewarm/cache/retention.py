@@ -1,9 +1,9 @@
-"""Retention: what goes first when the budget is full.
+"""Retention: evict what is worth least when the budget is full.
 
-Everything that can go is kept in an index: in buckets of like worth, by age inside each. So what is
-worth least now is the oldest of some bucket, and finding it looks at one item a bucket, however
-many there are. The index is not told when an item is used or when something near it changes its
-worth: an item that is found is appraised again, and filed where it belongs now.
+An index keeps everything that can be evicted in buckets of similar worth, sorted by age. So the
+item that is worth least now is the oldest of some bucket, and a search looks at one item of each
+bucket. The index is not told when an item is used, or when a change near it changes its worth. So
+an item that is found is appraised again, and filed again where its figures have changed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .worth import (
 __all__ = ["LRU", "Evictor", "Item", "Retention", "WorkPerByte"]
 
 STEPS = 2
-"""Buckets for each doubling of worth."""
+"""The number of buckets for each doubling of worth."""
 
 AT_ONCE = 256
 """The number of nodes that may wait to be filed: thousands at once would take a second."""
@@ -64,8 +64,8 @@ class Filed:
 
 
 class Turn(NamedTuple):
-    """The order in a bucket. What one request used is of one age: of that, what is worth least goes
-    first, and the end of a path before what lies above it."""
+    """The order in a bucket. Items that one request used have the same age: of these, the one that
+    is worth least goes first, and the end of a path goes before what lies above it."""
 
     last_used: float
     worth: float
@@ -84,14 +84,14 @@ class Evictor:
     clock: Callable[[], int]
     appraiser: Appraiser
     on_evict: Callable[[Item], None] | None = None
-    """Called with an item that is about to be evicted, with all it holds."""
+    """It is called with each item that is about to be evicted, with all its payloads."""
     by_request: bool = True
     """True where the clock counts requests. Where it counts time, there are no crowds."""
     unit: int = 1
     """Ticks of the clock in one unit of the ages that a policy counts."""
     fresh: int = 0
-    """Ticks for which what was used is left alone while there is anything older. Where there is
-    not, the oldest goes, whatever it is worth."""
+    """Ticks after its last use in which an item is kept while there is an older one. Where all
+    items are so fresh, the oldest goes, whatever it is worth."""
     evicted: Counter[str] = field(default_factory=Counter)
     """The number of evictions, by kind of item."""
     _heaps: dict[Bucket, list[Turn]] = field(default_factory=dict)
@@ -112,8 +112,8 @@ class Evictor:
         return self.evicted.total()
 
     def make_room(self, nbytes: int = 0, buffers: int = 0, *, only_warm: bool = False) -> bool:
-        """Evict until so much more fits; False where it does not. `only_warm` takes warm-ahead
-        alone."""
+        """Evict until so much more fits. Returns False where it does not. `only_warm` evicts only
+        warm-ahead."""
         ledger = self.ledger
         if len(ledger.noted) >= AT_ONCE:
             self.take_in()
@@ -124,18 +124,18 @@ class Evictor:
         return self._evict_until(lambda: ledger.fits(nbytes, buffers), only_warm)
 
     def trim(self, nbytes: int) -> bool:
-        """Evict until no more than so much is held; False where all that is left is leased."""
+        """Evict until no more than so much is held. False where all that is left is leased."""
         return self._evict_until(lambda: self.ledger.held.total <= nbytes)
 
     def mark_idle(self, node: Node) -> None:
         """Note that the chat that ends at a node waits for a person."""
         for each in node.path():
             each.waits = True
-            # Only this has changed: what is around it need not be looked at again.
+            # Only this node has changed, so the nodes near it need not be appraised again.
             self._look_at(each)
 
     def verify(self, trees: Iterable[Tree]) -> None:
-        """Check that the index has everything that can go, and nothing that has gone."""
+        """Check that the index has everything that can be evicted, and nothing that has gone."""
         noted = self.ledger.noted
         live = {node for tree in trees for node in tree.nodes()}
         found = {id(turn.filed) for heap in self._heaps.values() for turn in heap}
@@ -156,8 +156,8 @@ class Evictor:
         self._pushed = self._chats = self._count_again = 0
 
     def take_in(self, most: int | None = None) -> None:
-        """File what is new, drop what is gone, and appraise whatever is worth more or less for it
-        again, once each. `most` limits the nodes of one call; the rest is taken another time."""
+        """File what is new, drop what is gone, and appraise again, once each, the items whose worth
+        this changes. `most` limits the nodes of one call. Later calls take the rest."""
         noted = self.ledger.noted
         near: dict[Node, None] = {}
         for _ in range(min(len(noted), most or len(noted))):
@@ -165,7 +165,7 @@ class Evictor:
             if node.parent is None:
                 self._drop(node)
                 continue
-            # What goes on from a checkpoint decides what it is worth.
+            # The worth of a checkpoint depends on what goes on from it.
             above = checkpoint_above(node)
             near.update(dict.fromkeys([node] if above is None else [node, above]))
             near.update(dict.fromkeys(leaves_below(node)))
@@ -182,12 +182,12 @@ class Evictor:
             self._look_at(node, checkpoints)
 
     def _windows_before(self, node: Node) -> list[Node]:
-        """The nodes with the windows that a checkpoint at a node needs, or needed."""
+        """Return the nodes with the windows that a checkpoint at a node needs, or needed."""
         near = itertools.takewhile(lambda n: n.end > node.end - self.appraiser.reach, node.path())
         return [above for above in near if above.window is not None]
 
     def _look_at(self, node: Node, checkpoints: dict[Node, Item] | None = None) -> None:
-        """File what a node has now. `checkpoints` were appraised since the tree last changed."""
+        """File what a node has now. `checkpoints` holds what this pass has appraised."""
         if node in self.ledger.noted:  # it will be taken in
             return
         kinds = self.appraiser.kinds(node)
@@ -246,7 +246,7 @@ class Evictor:
         return True
 
     def _worst(self, only_warm: bool = False) -> Item | None:
-        """The item that is worth least now, of those that are not leased."""
+        """Find the item that is worth least now, of those that are not leased."""
         now, crowd = self.clock(), self._crowd()
         discount = self.policy.abandoned_discount(crowd)
         while True:
@@ -276,7 +276,7 @@ class Evictor:
                 return item
 
     def _crowd(self) -> int:
-        """The number of chats. It is counted now and then: it need not be exact."""
+        """Return the number of chats. It need not be exact, so it is counted only now and then."""
         if not self.by_request:
             return 0
         if self.evictions >= self._count_again:
@@ -286,7 +286,7 @@ class Evictor:
         return self._chats
 
     def _current(self, filed: Filed) -> Item | None:
-        """The item as it is now, where it may go and is what it was when it was filed."""
+        """Return the item where it can be evicted and has not changed since it was filed."""
         node, what = filed.node, filed.what
         assert node is not None
         if node.parent is None or what not in self.appraiser.kinds(node):
@@ -313,7 +313,7 @@ class Evictor:
             self.ledger.put_checkpoint(node, None)
         else:
             self.ledger.put_window(node, None)
-            # Half a window is worth nothing, so what is left of it is appraised again.
+            # A part of a window is worth nothing, so what is left of it is appraised again.
             below = [node]
             for each in below:
                 if len(below) < FARTHEST:

@@ -4,9 +4,9 @@ A node owns a span of tokens. The span is kept as the bytes of little-endian int
 bytes at an offset is one `memcmp` without a copy, which is what makes a match over thousands of
 short nodes fast. Positions are counted in tokens everywhere but inside this file.
 
-Two ways to grow share the nodes. `Tree` is a radix tree: spans split wherever prompts part.
-`ChunkTree`, for `exact`, keeps whole prefill chunks apart: a chunk computed with another length has
-other bits, so it is another node, and a path is the prompt's own cuts by construction.
+Two kinds of tree have these nodes. `Tree` is a radix tree: spans split wherever prompts part. In a
+`ChunkTree`, for `exact`, each node is a whole prefill chunk. A chunk computed with another length
+has other bits, so it is another node, and the nodes of a path end at the prompt's own cuts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Checkpoint:
     hits: int = 0
     pins: int = 0
     hint: float = 1.0
-    """The caller's hint: how much likelier than others of its kind this one is needed again."""
+    """The caller's hint: how likely this is needed again, relative to others of its kind."""
     warm: bool = False
     """Warm-ahead took it, and no request has asked for it yet. It means the same in a node."""
 
@@ -145,8 +145,8 @@ class Node:
         return found
 
     def windows(self, first: int, stop: int) -> list[Node] | None:
-        """The nodes of this path that have the window rows `first` to `stop`; None where a row is
-        missing. `stop` lies in this node, or at its end."""
+        """Return the nodes of this path that have the window rows `first` to `stop`, or None where
+        a row is missing. `stop` lies in this node, or at its end."""
         found: list[Node] = []
         for node in self.path():
             if stop <= first:
@@ -181,14 +181,14 @@ def encode(tokens: Tokens) -> bytes:
 
 
 def agreement(a: bytes, b: bytes) -> int:
-    """The number of leading tokens that two keys share."""
+    """Count the leading tokens that two keys share."""
     n = min(len(a), len(b)) // WIDTH
     different = np.flatnonzero(np.frombuffer(a, "<i4", n) != np.frombuffer(b, "<i4", n))
     return int(different[0]) if different.size else n
 
 
 def tree_of(node: Node) -> Tree:
-    """The tree that a node is in. It takes a walk to the root."""
+    """Return the tree that a node is in. It takes a walk to the root."""
     while node.parent is not None:
         node = node.parent
     if not isinstance(node, Root):
@@ -230,7 +230,7 @@ class Tree:
         return Walk(node, at // width)
 
     def child(self, node: Node, data: bytes, at: int, stop: int) -> Node | None:
-        """The child that goes on with `data` at token `at`."""
+        """Return the child that goes on with `data` at token `at`."""
         return node.children.get(data[at * WIDTH : (at + 1) * WIDTH])
 
     def add(self, parent: Node, key: bytes, origin: Origin) -> Node:
@@ -240,9 +240,9 @@ class Tree:
         return node
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut a node in two at token `at`; returns the new upper half.
+        """Cut a node in two at token `at`. Returns the new upper half.
 
-        The lower half stays the same object: a reference to a node is one to its end.
+        The lower half stays the same object: a reference to a node means its end.
         """
         if node.parent is None or not node.start < at < node.end:
             raise ValueError(f"cannot split the span {node.start} to {node.end} at {at}")
@@ -281,7 +281,7 @@ class Tree:
         leaf.rows = leaf.window = leaf.checkpoint = None
 
     def nodes(self) -> list[Node]:
-        """Every node but the root, parents before children."""
+        """List every node but the root, parents before children."""
         return self.root.subtree()[1:]
 
     def clear(self) -> None:
@@ -313,8 +313,8 @@ class ChunkTree(Tree):
                 break
             node = child
         rest = data[node.end * WIDTH :]
-        # Beyond the last whole chunk nothing can be reused; how far the tokens agree is still
-        # worth knowing.
+        # Beyond the last whole chunk nothing can be reused. `shared` still counts the tokens that
+        # agree.
         alike = (key for key in node.children if key[:WIDTH] == rest[:WIDTH])
         beyond = max((agreement(key, rest) for key in alike), default=0)
         return Walk(node, node.end + beyond)

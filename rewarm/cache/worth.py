@@ -1,4 +1,4 @@
-"""Worth: what can be evicted, what each of it saves, and the policies that weigh it."""
+"""Worth: the items that can be evicted, what each saves, and the policies that rank them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .tree import Node
 What = Literal["leaf", "checkpoint", "window"]
 
 UNMARKED_WINDOW = 0.05
-"""The likelihood that a window outside every checkpoint is asked for, against one inside."""
+"""The likelihood that a window outside all checkpoints is asked for, relative to one inside."""
 
 LEFT_BEHIND = 1 / 8
-"""The likelihood that a chat goes back to a checkpoint it left behind, against its last one."""
+"""The likelihood that a chat goes back to a checkpoint it left behind, relative to its last one."""
 
 WAY_BACK = 1 / 2
-"""The same where memory has room for a few chats only: their ends are soon gone then, and they go
-on from what is left."""
+"""The same where memory has room for few chats only: their ends are soon evicted, and they go on
+from what is left."""
 
 FARTHEST = 64
 """The number of nodes that are looked at around one, to bound the work."""
@@ -39,7 +39,7 @@ class Item:
     hits: int
     last_used: int
     abandoned: bool = False
-    """Its chat has left it behind, and goes on from a later checkpoint."""
+    """True where its chat has left it behind, and goes on from a later checkpoint."""
 
     @property
     def is_warm(self) -> bool:
@@ -53,8 +53,8 @@ class Item:
 class Retention(Protocol):
     """A policy, to be subclassed. The item with the least worth for its age is evicted first.
 
-    An index keeps items by these figures. So apart from time and the number of chats, they must not
-    change without a change to the item.
+    An index sorts items by these figures. So they must not change while the item stays the same:
+    they depend on nothing but the arguments.
     """
 
     def worth(self, item: Item) -> float:
@@ -81,10 +81,10 @@ class LRU(Retention):
 
 
 class WorkPerByte(Retention):
-    """Work saved per byte, for how likely it is asked for again (docs/retention.md)."""
+    """Ranks by work saved per byte, times the likelihood of another request (docs/retention.md)."""
 
     newcomer = 2.0
-    """The penalty of what no request has come back to: it is likelier than others to stay so."""
+    """The penalty of an item that no request has come back to: it is likelier to stay so."""
     person = 4.0
     """The penalty of a chat that waits for a person, who takes longer than a tool."""
 
@@ -100,15 +100,15 @@ class WorkPerByte(Retention):
 
 @dataclass(frozen=True)
 class Appraiser:
-    """Finds what of a node can be evicted, and what it would cost."""
+    """Finds the items of a node that can be evicted, and appraises them."""
 
     reach: int = 0
-    """Tokens before a checkpoint whose window rows it needs."""
+    """The number of tokens before a checkpoint whose window rows it needs."""
     stateful: bool = False
-    """The model resumes at checkpoints only."""
+    """True where the model resumes at checkpoints only."""
 
     def kinds(self, node: Node) -> list[What]:
-        """The parts of a node that can be evicted, leased or not."""
+        """List the kinds of items of a node that can be evicted, leased or not."""
         found: list[What] = []
         if not node.children:
             found.append("leaf")
@@ -124,8 +124,8 @@ class Appraiser:
         return held if what == "checkpoint" else node.pins > 0 or (what == "leaf" and held)
 
     def item(self, node: Node, what: What, checkpoints: dict[Node, Item] | None = None) -> Item:
-        """Appraise one of its `kinds`. `checkpoints` keeps those that were appraised, for as long
-        as the tree does not change: many windows belong to the same ones."""
+        """Appraise one of a node's `kinds`. `checkpoints` keeps those already appraised while the
+        tree does not change: many windows belong to the same ones."""
         known = {} if checkpoints is None else checkpoints
         if what == "leaf":
             return self._leaf(node)
@@ -136,11 +136,11 @@ class Appraiser:
         nbytes = node.nbytes + node.index_bytes
         saves, weight, last_used = node.length, 1.0, node.last_used
         if checkpoint is not None:
-            # A chat goes on from here whatever the place was called.
+            # A chat goes on from here, whatever kind of checkpoint this is.
             weight = max(WEIGHTS[checkpoint.kind], 1.0) * checkpoint.hint
             last_used = max(last_used, checkpoint.last_used)
         if self.stateful:
-            # Rows behind the last checkpoint are of no use; those before this one only with it.
+            # Rows after the last checkpoint are of no use, and those before this one only with it.
             saves = 0
             if checkpoint is not None:
                 saves = node.end - resume_before(node)
@@ -148,7 +148,7 @@ class Appraiser:
         return Item("leaf", node, saves, weight, nbytes, _came_back(node), last_used)
 
     def _checkpoint(self, node: Node, known: dict[Node, Item]) -> Item:
-        """A checkpoint is worth its windows too, and nothing where one of them is gone."""
+        """Appraise a checkpoint with its windows. It is worth nothing where one is gone."""
         checkpoint = node.checkpoint
         assert checkpoint is not None
         if node not in known:
@@ -167,7 +167,7 @@ class Appraiser:
         return known[node]
 
     def _window(self, node: Node, known: dict[Node, Item]) -> Item:
-        """A window is worth the best checkpoint that needs it; outside all of them, little."""
+        """Appraise a window like the best checkpoint that needs it. Without one, it weighs less."""
         best: Item | None = None
         todo, looked = [node], 0
         while todo and looked < FARTHEST:
@@ -197,7 +197,7 @@ def checkpoint_above(node: Node) -> Node | None:
 
 
 def checkpoints_below(node: Node) -> list[Node]:
-    """The nearest ones."""
+    """Return the nearest node with a checkpoint on each way down."""
     found: list[Node] = []
     todo = list(node.children.values())
     while todo:
@@ -210,13 +210,13 @@ def checkpoints_below(node: Node) -> list[Node]:
 
 
 def resume_before(node: Node) -> int:
-    """The position of the last checkpoint above a node."""
+    """Return the position of the last checkpoint above a node."""
     above = checkpoint_above(node)
     return above.end if above is not None else 0
 
 
 def _alone_above(node: Node) -> list[Node]:
-    """The nodes above that lead nowhere else and have no checkpoint."""
+    """Return the nodes right above that have no other child and no checkpoint."""
     found: list[Node] = []
     for above in islice(node.path(), 1, FARTHEST + 1):
         if above.checkpoint is not None or above.only is None:
@@ -226,8 +226,10 @@ def _alone_above(node: Node) -> list[Node]:
 
 
 def leaves_below(node: Node) -> list[Node]:
-    """The leaves that a node leads to, where it leads to one or two: another way on, or one less,
-    changes what goes with them, and whether they came back."""
+    """Return the leaves that a node leads to, where it leads to one or two.
+
+    A new branch above a leaf, or one less, changes what goes with the leaf, and whether its chat
+    came back."""
     found = []
     for each in [node] if node.only is not None else _prompts_below(node):
         for _ in range(FARTHEST):
@@ -242,7 +244,7 @@ def leaves_below(node: Node) -> list[Node]:
 
 
 def is_left_behind_leaf(leaf: Node) -> bool:
-    """True for the end of a turn, or an answer, that its own chat went on without."""
+    """True for the end of a turn, or an answer, that the next prompt of its chat leaves out."""
     above = leaf.parent
     return (
         above is not None
@@ -253,16 +255,16 @@ def is_left_behind_leaf(leaf: Node) -> bool:
 
 
 def _prompts_below(node: Node) -> list[Node]:
-    """The ways on that prompts took, two of them at most: a system prompt may have thousands. An
-    answer is not one of them: a template may render it anew."""
+    """Return the children that prompts made, two at most: a system prompt may have thousands. An
+    answer does not count: a template may render it in other tokens."""
     return list(islice((c for c in node.children.values() if c.origin == "prefill"), 2))
 
 
 def _came_back(node: Node) -> int:
-    """The number of times that a leaf's chat came back, as far as the tree tells.
+    """Return the number of times that a leaf's chat came back, as far as the tree tells.
 
-    A chat that goes on adds to its own path. Where several went on from the same place it is a
-    system prompt, or a fork, and says nothing of each."""
+    A chat that goes on adds to its own path. Where several chats went on from a node, that is a
+    system prompt or a fork, and its hits say nothing about each chat."""
     for each in islice(node.path(), FARTHEST):
         if each is not node and each.only is None and len(_prompts_below(each)) > 1:
             return 0

@@ -201,8 +201,8 @@ class Tier(Protocol):
         return None
 
     def foreign(self, prompt: Tokens, salt: str | None) -> int:
-        """The number of tokens of a prompt that the tier has, under the same salt, of other models
-        or in another form."""
+        """Return the number of tokens of a prompt that the tier has, under the same salt, of other
+        models or in another form."""
         return 0
 
     def close(self) -> None:
@@ -212,11 +212,11 @@ class Tier(Protocol):
     # Called on any thread
 
     def stats(self) -> TierStats:
-        """The figures of this moment. This must not wait for anything slow."""
+        """Return the figures of this moment. This must not wait for anything slow."""
         return TierStats()
 
     def browse(self) -> Browsed:
-        """The trees that the tier can show, if it has any, and the lock to read them under."""
+        """Return the trees that the tier can show, and the lock to read them under."""
         return Browsed()
 
 
@@ -232,7 +232,7 @@ class Browsed:
 
 
 def resolved(value: T) -> Future[T]:
-    """A future that has its result already, for tiers that answer at once."""
+    """Return a future that has its result already, for tiers that answer at once."""
     future: Future[T] = Future()
     future.set_result(value)
     return future

@@ -1,4 +1,4 @@
-"""Payloads as named numpy arrays, and back.
+"""Turn payloads into named numpy arrays, and back.
 
 JSON describes the form of the arrays. The caller checks that a form fits the model."""
 
@@ -41,9 +41,9 @@ class StoredArray:
 
 
 class Received(Sealed):
-    """Arrays for a payload to be read into, so that what is read is what is kept.
+    """Arrays that a payload is read into, and that memory then keeps without a copy.
 
-    A tier may make its arrays so; the arrays of others are copied once more."""
+    A tier need not use them. Other arrays are copied once more."""
 
     def __init__(self, arrays: Iterable[StoredArray]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Received(Sealed):
                 self.made[each.name] = mx.zeros(each.shape, DTYPES[each.dtype.name])
             else:
                 self[each.name] = np.empty(each.shape, each.dtype)
-        mx.eval(self.made)  # at once: each evaluation is a way to MLX's thread and back
+        mx.eval(self.made)  # all at once: each evaluation waits for MLX's thread
         self.update((name, np.asarray(array)) for name, array in self.made.items())
 
 
@@ -74,7 +74,7 @@ def pack_rows(rows: Rows) -> tuple[Sealed, Form]:
 
 
 def unpack_rows(arrays: Sealed, form: Form) -> Rows:
-    """Raises where the arrays are not what the form says."""
+    """Make rows of arrays. Raises where the arrays are not what the form says."""
     shapes = tuple(RowShape(h, w, DTYPES[name]) for h, w, name in form["shapes"])
     packing = Packing(shapes, tuple(form["counts"]))
     segments = tuple(
@@ -104,7 +104,7 @@ def unpack_state(arrays: Sealed, form: Form) -> PackedState:
 
 
 def _taken(arrays: Sealed, name: str, dtype: str) -> mx.array:
-    """An array of MLX's own, of the dtype that it was written with."""
+    """Return an array of MLX, of the dtype that it was packed with."""
     made = arrays.made.get(name) if isinstance(arrays, Received) else None
     found = made if made is not None else mx.array(arrays[name])
     return found.view(mx.bfloat16) if dtype == "bfloat16" else found
@@ -117,7 +117,7 @@ def _to_numpy(array: mx.array) -> npt.NDArray[Any]:
 
 
 def _described(item: Any) -> Any:
-    """JSON has no tuples and no keys but texts, so every container says what it is."""
+    """Describe a value for JSON. Containers name their type: JSON has no tuples or number keys."""
     if isinstance(item, ArraySlot):
         return ["slot", item.group, item.start, list(item.shape)]
     if isinstance(item, dict):

@@ -80,7 +80,7 @@ class Fetch:
         self._calls: list[Callable[[Fetch], None]] = []
         self._ended = False
         self._lock = threading.Lock()
-        # The finalizer may run at any moment in any thread, so it only leaves a note.
+        # The finalizer may run at any moment in any thread, so it only notes the pin.
         self._unpin = weakref.finalize(self, dropped.append, pin)
 
     def begin(self, lanes: Sequence[Lane]) -> Fetch:
@@ -106,7 +106,7 @@ class Fetch:
         call(self)
 
     def wait(self, silence: float) -> bool:
-        """Wait as long as something comes; cancel the fetch after so many seconds without a byte.
+        """Wait for the end of the fetch. Cancel it after so many seconds without a byte.
         Call it on a thread that has nothing else to do."""
         before = None
         while not wait([self.future], silence).done:
@@ -139,7 +139,7 @@ class Fetch:
         self._ask()
 
     def _choose(self) -> None:
-        """Fetch from the tier that gives most, of equal ones from the fastest."""
+        """Fetch from the tier that gives most, or from the fastest of equal ones."""
         best: Found | None = None
         for found in self._answers:
             if found is not None and found.resume > max(self._resume, best.resume if best else 0):
@@ -189,7 +189,7 @@ class Fetch:
         self._choose()
 
     def _reachable(self) -> int:
-        """The position up to which everything has come that the model needs."""
+        """Return the position that the model can resume at with the payloads that came."""
         at, layout = self.query.known, self.query.layout
         for piece in sorted(self._pieces, key=lambda piece: piece.start):
             if piece.what == "rows" and piece.start <= at:

@@ -1,4 +1,4 @@
-"""The thread of a tier: everything that is asked of the tier happens there, in order."""
+"""The thread of a tier. It makes all calls of the tier, in order."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Lane:
         return self.waiting >= MOST_WAITING
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
-        """Call it on the tier's thread, after all that was submitted before."""
+        """Make a call on the tier's thread, after all calls that were submitted before."""
         future: Future[T] = Future()
 
         def job() -> None:
@@ -72,11 +72,11 @@ class Lane:
         return self._ask(checked, "could not be asked", self.tier.find, query)
 
     def fetch(self, found: Found, take: Take) -> Future[None]:
-        """Fetch; the future is resolved when nothing more comes, for whatever reason."""
+        """Begin a fetch. The future is resolved when nothing more comes."""
         return self._ask(lambda _: None, "could not be read from", self.tier.fetch, found, take)
 
     def offer(self, offers: Sequence[Offer]) -> Future[bool]:
-        """Make offers. True where the tier took them all; `returned` has the others."""
+        """Make offers. True where the tier took them all; `returned` gets the others."""
         nbytes = sum(offer.nbytes for offer in offers)
         with self._count:
             self.waiting += nbytes
@@ -94,7 +94,7 @@ class Lane:
             refused = [offer.receipt for offer in offers]
         given = {offer.receipt for offer in offers}
         for receipt in refused:
-            # Where one was lost that had been taken, so was what lies above it and came with it.
+            # An offer that was taken and then lost may have lost the nodes above it, too.
             self.returned.put(Receipt(receipt.nodes[-1:]) if receipt in given else receipt)
         with self._count:
             self.waiting -= nbytes
@@ -103,14 +103,14 @@ class Lane:
     def _ask(
         self, change: Callable[[T], U], failed: str, call: Callable[..., Future[T]], *args: Any
     ) -> Future[U | None]:
-        """Make a call whose answer comes later, and change the answer. None where one fails."""
+        """Make a call whose answer comes later, and change it. None after a failure."""
         answer: Future[U | None] = Future()
 
         def settle(get: Callable[[], T]) -> None:
             found = None
             try:
                 found = change(get())
-            except OSError as error:  # it was to be expected, and the tier has said it
+            except OSError as error:  # an expected error, which the tier has logged
                 log.debug("the tier %r %s: %s", self.tier.name, failed, error)
             except BaseException:
                 log.exception("the tier %r %s", self.tier.name, failed)
@@ -132,4 +132,4 @@ def _run(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         if job is None:
             return
         job()
-        del job  # what memory let go of meanwhile is not to be held from here
+        del job  # a waiting thread must not keep the job's payloads alive

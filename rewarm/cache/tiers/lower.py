@@ -24,7 +24,7 @@ from .lane import MOST_WAITING, Lane
 log = logging.getLogger("rewarm")
 
 DURABLE = 4.0
-"""Kinds of checkpoints of this weight or more are offered before they are evicted."""
+"""The least weight of the kinds of checkpoints that a `durable` flush offers."""
 
 SILENCE = 10.0
 """Seconds without a byte or an answer after which a tier is not waited for any longer."""
@@ -33,8 +33,8 @@ Entered = Callable[[], AbstractContextManager[None]]
 
 
 class Lower:
-    """The tiers of one cache. Unless it says otherwise, a method is called under its lock, and
-    waits for nothing."""
+    """The tiers of one cache. A method is called under the cache's lock and does not wait, unless
+    its docstring says otherwise."""
 
     def __init__(self, layout: Layout, pins: Pins) -> None:
         self.layout = layout
@@ -58,17 +58,17 @@ class Lower:
     # Down
 
     def changed(self, node: Node) -> None:
-        """Memory has something new."""
+        """Note a node of memory that is new or holds something new."""
         for lane in self.lanes:
             lane.fresh[node] = None
 
     def gone(self, node: Node) -> None:
-        """Memory has let go of a node."""
+        """Forget a node that memory has removed."""
         for lane in self.lanes:
             lane.fresh.pop(node, None)
 
     def evicting(self, item: Item) -> None:
-        """Offer what memory is about to let go of, for the last time."""
+        """Offer, for the last time, an item that memory is about to evict."""
         if not item.is_warm and self._is_worth(item.node, durable=False):
             for lane in self.lanes:
                 if not lane.is_full:
@@ -77,7 +77,7 @@ class Lower:
             self.gone(item.node)
 
     def hand_over(self, durable: bool) -> bool:
-        """Offer what is new. True once every tier has taken everything there is."""
+        """Offer what is new. Returns True where every tier had taken everything before."""
         done = True
         for lane in self.lanes:
             self._take_back(lane)
@@ -116,14 +116,14 @@ class Lower:
                 return kept and not todo
 
     def _take_back(self, lane: Lane) -> None:
-        """Make fresh again what a tier did not keep."""
+        """Put the nodes that a tier did not keep back among the fresh ones."""
         while not lane.returned.empty():
             receipt = lane.returned.get()
             kept = [node for node in receipt.nodes if node.parent is not None]
             lane.fresh.update(dict.fromkeys(kept))
 
     def _fresh_offers(self, lane: Lane, nodes: list[Node], durable: bool) -> list[Offer]:
-        """Offers of as many of these nodes as may wait, which are not fresh any more."""
+        """Make offers of as many of these nodes as may wait, and take them out of `fresh`."""
         offers: list[Offer] = []
         nbytes = lane.waiting
         for node in nodes:
@@ -147,7 +147,7 @@ class Lower:
         return not node.warm and self._is_worth(node, durable)
 
     def _is_worth(self, node: Node, durable: bool) -> bool:
-        """`durable`: only what is sure to be asked for again."""
+        """True where an offer is worth it; if `durable`, where a node is sure to be asked for."""
         checkpoint = node.checkpoint
         if durable:
             return checkpoint is not None and WEIGHTS[checkpoint.kind] >= DURABLE

@@ -1,4 +1,4 @@
-"""Promotion: putting the payloads of a fetch into the memory tree."""
+"""Promotion: put the payloads of a fetch into the memory tree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Promoter:
     def promote(
         self, tree: Tree, query: Query, pieces: Sequence[FetchedPayload], found: Found
     ) -> None:
-        """Extend the path of a prompt. What does not fit is left out, and what follows it."""
+        """Extend the path of a prompt. What does not fit is left out, with all that follows it."""
         upto = max(stop for piece in pieces for stop in piece.stops)
         walk = tree.walk(query.data[: upto * WIDTH], [cut for cut in query.cuts if cut <= upto])
         pin = Pin(tree, walk.node)
@@ -44,7 +44,7 @@ class Promoter:
                 for piece in pieces
                 for stop, origin in zip(piece.stops, piece.origins, strict=True)
             }
-            # In `exact` the prompt's own chunks, of which a payload may hold several.
+            # In `exact` these are the prompt's own cuts: a payload may hold several chunks.
             stops = query.cuts if query.reuse == "exact" else sorted(origins)
             for stop in stops:
                 if not known < stop <= upto:
@@ -73,7 +73,7 @@ class Promoter:
         return True
 
     def _fill_windows(self, pin: Pin, pieces: Sequence[FetchedPayload]) -> None:
-        """Give nodes that memory has the window rows that it let go of."""
+        """Give memory's nodes back the window rows that were evicted."""
         for node in pin.node.path():
             has = node.window.start if node.window is not None else node.end
             window = _held(pieces, "window", node.start, node.end)
@@ -102,7 +102,7 @@ class Promoter:
 
 
 def _held(pieces: Sequence[FetchedPayload], what: What, start: int, stop: int) -> Rows | None:
-    """The rows up to the end of a span, as far back in it as there is no gap."""
+    """Return the rows that end at `stop`, as far back to `start` as they have no gap."""
     parts: list[Rows] = []
     for piece in sorted(pieces, key=lambda piece: -piece.stop):
         if piece.what != what or not isinstance(piece.value, Rows):

@@ -57,7 +57,7 @@ class FetchedPayload:
 
 
 def digest_of(namespace: Namespace) -> str:
-    """The name of a namespace below memory. It does not reveal the salt."""
+    """Return the name of a namespace below memory. It does not reveal the salt."""
     text = json.dumps({**asdict(namespace), "format": FORMAT}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -87,17 +87,17 @@ class OfferedPayload:
 
     what: What
     spans: tuple[Span, ...]
-    """The spans that it lies in; a state, the one that it ends."""
+    """The spans that it lies in. A state lies in the span whose end it is at."""
     value: Rows | PackedState
 
     @property
     def tokens(self) -> tuple[int, int] | None:
-        """The first token that it holds rows of, and the end."""
+        """The first token that it holds rows for, and the end."""
         return (self.value.start, self.value.stop) if isinstance(self.value, Rows) else None
 
 
 def payloads(offer: Offer, known: int = 0, most: int | None = None) -> Iterator[OfferedPayload]:
-    """The payloads that the end of an offered path can be restored from.
+    """Yield the payloads that the end of an offered path can be restored from.
 
     `known` is the number of tokens whose rows the tier has already. `most` is the number of bytes
     up to which the rows of several spans are one payload."""
@@ -177,7 +177,7 @@ class Unsealer:
         self._path = PathDigest(query.namespace, query.data, query.cuts)
 
     def piece(self, arrays: Sealed) -> FetchedPayload:
-        """Raises `BrokenSeal`."""
+        """Check and unpack one payload. Raises `BrokenSeal`."""
         try:
             if not is_whole(arrays):
                 raise BrokenSeal("its checksum is another")
@@ -212,7 +212,7 @@ class Unsealer:
     def _ours(
         self, tokens: bytes, start: int, ends: list[Any]
     ) -> tuple[tuple[int, ...], tuple[Origin, ...]]:
-        """The spans that the prompt shares. In `exact` it shares whole chunks of its own cuts."""
+        """Return the spans that the prompt shares: in `exact`, whole chunks of its own cuts."""
         query = self._query
         if len(tokens) != (ends[-1][0] - start) * WIDTH:
             raise BrokenSeal("its label does not fit it")

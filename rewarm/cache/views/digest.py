@@ -9,10 +9,10 @@ from ..tree import Node, Tree
 
 
 def digest(trees: Iterable[Tree]) -> str:
-    """A hash of every path, of how and in which cuts it was computed, and of the kinds and places
-    of checkpoints. It holds no byte of a payload, and depends on no order in which things came.
+    """Hash every path, with its origins and cuts, and the kinds and places of checkpoints.
 
-    What tells processes and ranks apart is left out: the same calls give the same digest in each.
+    No byte of a payload counts, nor the order in which nodes came. What tells processes and
+    ranks apart is left out: the same calls give the same digest in each.
     """
     found = []
     for tree in trees:

@@ -30,9 +30,9 @@ def why(
     named: Sequence[Tree] = (),
 ) -> Miss | None:
     """Look for the reason of a miss in what the caller's own namespace knows. None where all that
-    could be reused was.
+    could be reused was reused.
 
-    `below` is what a tier said, which may know more of a prompt than memory does.
+    `below` is the answer of a tier, which may know more of a prompt than memory does.
     `named` are the trees of other salts that the request names itself."""
     if match.reason in ("disabled", "failed"):
         return Miss(match.reason, match.shared, match.resume)
@@ -55,7 +55,7 @@ def why(
     if reason is None:
         return None
     beyond = parting(tree, query)
-    # Memory may have less of it, or only what this prompt shares.
+    # Memory may have less of the prompt than the tier, or nothing beyond what is shared.
     has_less = known < match.shared or not beyond.other
     if has_less and below is not None and below.shared == match.shared:
         beyond = below.parting or beyond

@@ -42,7 +42,7 @@ class Stats:
         )
 
     def shown(self) -> dict[str, Any]:
-        """The figures as `GET /v1/cache` has them."""
+        """Return the figures for `GET /v1/cache`."""
         names = (
             *("entries", "checkpoints", "tokens", "budget", "bytes", "buffers", "hits", "misses"),
             *("evictions", "evicted", "leases", "held"),

@@ -31,8 +31,7 @@ Column = npt.NDArray[np.int64]
 SLICE = 512
 """Nodes that are looked at while the lock is held: about two milliseconds."""
 PAUSE = 2e-4
-"""Seconds in which another thread can take the lock: one that is taken back at once would not be
-given to others."""
+"""Seconds without the lock after each slice: otherwise other threads would not get it."""
 
 KINDS: tuple[str | None, ...] = (None, *WEIGHTS)
 KIND = {kind: code for code, kind in enumerate(KINDS)}
@@ -48,9 +47,9 @@ COLUMNS = (
     "last_used",
     *(f"{level} {kind}" for level in ("upper", "lower") for kind in BYTES),
 )
-"""`part` is how many tokens of its node lie before a row: a node that the other tree knows in part
-has several rows. `last_used` is the cache's clock, and seconds since 1970 where only the lower tier
-has the span. `upper` is memory."""
+"""`part` is the number of tokens of its node that lie before a row: a node that the other tree
+knows in part has several rows. `last_used` is the cache's clock, and seconds since 1970 where only
+the lower tier has the span. `upper` is memory."""
 PACKED = Struct(f"{len(COLUMNS)}q").pack
 """Packs the cells of a row."""
 
@@ -64,7 +63,7 @@ class Survey:
 
     cells: Column
     size: Column
-    """The number of rows that a row and all below it are."""
+    """The number of rows that a row and all below it take."""
     keys: list[bytes]
     owners: dict[int, Namespace]
     """The namespaces' own rows."""
@@ -77,12 +76,12 @@ class Survey:
         return found
 
     def name(self, row: int) -> str:
-        """The name of a row, which stays from one survey to the next."""
+        """Return the name of a row, which stays from one survey to the next."""
         number, part = self.cells[row, 1:3].tolist()
         return f"{number}.{part}" if part else str(number)
 
     def find(self, name: str) -> int | None:
-        """The row of that name, if it is still there."""
+        """Return the row of that name, if it is still there."""
         number, _, part = name.partition(".")
         same = (self.column("number") == int(number)) & (self.column("part") == int(part or 0))
         rows = np.flatnonzero(same)
@@ -106,7 +105,7 @@ class Survey:
         return found
 
     def children(self, row: int) -> Column:
-        """The rows right below a row, those with the most tokens first."""
+        """Return the rows right below a row, those with the most tokens first."""
         first, stop = np.searchsorted(self._parents, [row, row + 1])
         return self._by_parent[first:stop]
 
@@ -124,7 +123,7 @@ SUMMED = ("nodes", "tokens", "checkpoints", *COLUMNS[-6:])
 
 
 class Branch(NamedTuple):
-    """A way on that is still to be looked at: what goes on with the same token in both trees."""
+    """A branch that is still to be looked at: the nodes of both trees that begin alike."""
 
     row: int
     at: int
@@ -209,7 +208,7 @@ class Surveyor:
 
 
 def _sizes(parents: list[int]) -> Column:
-    """The number of rows below each row, with itself. Parents come first."""
+    """Count the rows below each row, with itself. Parents come first."""
     sizes = [1] * len(parents)
     for row in range(len(parents) - 1, 0, -1):
         sizes[parents[row]] += sizes[row]
@@ -217,8 +216,8 @@ def _sizes(parents: list[int]) -> Column:
 
 
 def _covering(node: Node | None, at: int) -> Node | None:
-    """The node that has the tokens from `at` on, where `node` did when it was put aside: it may
-    have been split or removed meanwhile."""
+    """Return the node that now has the tokens from `at` on. `node` had them when it was noted, but
+    it may have been split or removed since."""
     while node is not None and node.start > at:
         node = node.parent
     return node if node is not None and node.parent is not None else None
@@ -227,8 +226,8 @@ def _covering(node: Node | None, at: int) -> Node | None:
 def _branches(
     row: int, at: int, memory: Node | None, lower: Node | None, *, whole: bool
 ) -> list[Branch]:
-    """The ways on from a position at the end of a row. Those of two trees go together where they
-    begin alike: chunks are whole, spans begin with different tokens."""
+    """Return the branches from the end of a row. Those of two trees form a pair where they begin
+    alike: with the same token, or, where nodes are `whole` chunks, with the same chunk."""
     if lower is None:
         return [Branch(row, at, node, None) for node in _after(memory, at)]
 
@@ -242,14 +241,14 @@ def _branches(
 
 
 def _after(node: Node | None, at: int) -> list[Node]:
-    """The nodes that follow a position of a node."""
+    """Return the nodes that follow a position of a node."""
     if node is None:
         return []
     return [node] if node.end > at else list(node.children.values())
 
 
 def _held(node: Node | None, start: int, stop: int) -> tuple[int, int, int]:
-    """Bytes of a node by kind; its share where a row is only a part of it."""
+    """Return the bytes of a node by kind, or a share of them where a row is only a part of it."""
     if node is None:
         return 0, 0, 0
     rows = node.rows.nbytes if node.rows is not None else 0
@@ -266,7 +265,7 @@ def survey_of(
     tiers: Sequence[Tier],
     clock: Callable[[], int],
 ) -> Survey:
-    """A survey of memory, and of the first tier that has trees to look at."""
+    """Take a survey of memory, and of the first tier that has trees to look at."""
     for tier in tiers:
         below = tier.browse()
         if below.trees:

@@ -1,4 +1,4 @@
-"""Every invariant of the trees and their accounting, checked."""
+"""Check every invariant of the trees and their accounting."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _check_node(tree: Tree, node: Node, layout: Layout) -> None:
 
 
 def _is_evictable(node: Node) -> bool:
-    """Over the budget, which may have been lowered, only what is leased may be left."""
+    """True where a node could be evicted. Only what is leased may exceed a lowered budget."""
     checkpoint = node.checkpoint
     if checkpoint is not None and checkpoint.nbytes and not checkpoint.pins:
         return True

@@ -23,9 +23,9 @@ APPLICATION = 0x5265776D
 PAGE = 8192
 """Keys are a few kilobytes long."""
 FEWEST_LOG_PAGES, MOST_LOG_PAGES = 8, 256
-"""The log is moved into the index when it has so many pages."""
+"""The bounds of the number of pages at which the log is moved into the index."""
 LOG_SHARE = 64
-"""The log takes at most about this part of a store's limit."""
+"""The log takes at most about a store's limit divided by this."""
 
 BUSY, LOCKED, NOMEM, IOERR, FULL, CANTOPEN = 5, 6, 7, 10, 13, 14
 SHORT_READ = 522
@@ -48,7 +48,7 @@ SCHEMA = (
 
 
 def parts(path: Path) -> list[Path]:
-    """The files of a database. A log without its database must not meet another one."""
+    """List the files of a database. A log must not be used with another database."""
     return [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))]
 
 
@@ -131,7 +131,8 @@ class Database:
     def _prepare(self, db: sqlite3.Connection) -> None:
         # A text that is no longer UTF-8 is a wrong value; it must not break the query.
         db.text_factory = methodcaller("decode", "utf-8", "replace")
-        # The folder's lock keeps others out, so the log needs no shared memory. Before any reading.
+        # The folder's lock keeps others out, so the log needs no shared memory.
+        # This must be set before the first read.
         db.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()
         (version,) = db.execute("PRAGMA user_version").fetchone()
         (application,) = db.execute("PRAGMA application_id").fetchone()
@@ -158,7 +159,7 @@ class Database:
 
     @contextmanager
     def using(self) -> Iterator[sqlite3.Connection]:
-        """The connection, for this thread alone. An error of SQLite becomes a `StoreError`."""
+        """Give the connection to this thread alone. An error of SQLite becomes a `StoreError`."""
         with self._lock:
             self.check_usable()
             try:
@@ -168,7 +169,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """The same inside one transaction."""
+        """Give the connection as `using` does, inside one transaction."""
         with self.using() as db:
             db.execute("BEGIN IMMEDIATE")
             try:
@@ -181,7 +182,7 @@ class Database:
                 raise
 
     def check_usable(self) -> None:
-        """Raise a `StoreError` once the database is closed or damaged. Waits for nobody."""
+        """Raise a `StoreError` once the database is closed or damaged. It takes no lock."""
         if self.broken:
             raise StoreBroken(f"the index of {self.folder} failed before: restart to go on")
         if self._closed:
@@ -230,8 +231,8 @@ class Database:
 
     @property
     def may_grow(self) -> int:
-        """The bytes that it may take beyond `nbytes` at any time: a log that is full is moved into
-        the database, and goes on beside it."""
+        """The bytes that it may take beyond `nbytes` at any time: a full log is moved into the
+        database, and its file stays as large."""
         return 2 * self.log_pages * PAGE
 
 

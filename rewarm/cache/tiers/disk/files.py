@@ -81,10 +81,10 @@ def encode(arrays: Sealed) -> list[memoryview]:
 
 
 def decode(header: bytes, size: int) -> list[StoredArray]:
-    """Return the arrays of a file in order, whose bytes are `size` in all.
+    """Return the arrays of a file in order. Their bytes are `size` in all.
 
-    The header may be damaged. Every byte is one array's, and no more memory is asked for than the
-    file has bytes; otherwise this raises."""
+    The header may be damaged. This raises unless every byte belongs to one array: so no more memory
+    is asked for than the file has bytes."""
     found = []
     for name, entry in json.loads(header).items():
         if name == "__metadata__":
@@ -115,7 +115,7 @@ def write(folder: Path, id: int, arrays: Sealed) -> int:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.fchmod(fd, 0o600)
-            # In large pieces: after each of them Python's lock is taken from the model's thread.
+            # In large pieces: after each, this thread takes Python's lock from the model's.
             for part in parts:
                 while part:
                     part = part[os.write(fd, part) :]
@@ -181,7 +181,7 @@ def _read(fd: int, size: int, new: Callable[[Sequence[StoredArray]], Sealed]) ->
 
 
 def remove(path: Path | str) -> int:
-    """Remove a file and return the bytes that this frees. What stays is swept after a restart."""
+    """Remove a file and return the bytes that this frees. A restart removes what stays."""
     size = size_of(path)
     try:
         os.unlink(path)
@@ -194,7 +194,7 @@ def remove(path: Path | str) -> int:
 
 
 def stored(folder: Path) -> Iterator[Path]:
-    """The payload files in a folder, temporary ones too, and nothing that is not ours."""
+    """Yield the payload files in a folder, temporary ones too, and nothing that is not ours."""
     for shard in (folder / f"{n:02x}" for n in range(256)):
         with suppress(FileNotFoundError, NotADirectoryError):
             yield from [shard / name for name in os.listdir(shard) if OURS.fullmatch(name)]

@@ -17,7 +17,7 @@ from rewarm.errors import NotPrivate
 from rewarm.private import check_file, check_folder, private_folder
 
 QUARANTINE_SHARE = 8
-"""The quarantine keeps at most this part of the store's limit; the oldest goes first."""
+"""The quarantine takes at most the store's limit divided by this. The oldest file goes first."""
 SHARD = re.compile(r"[0-9a-f]{2}")
 
 PAYLOADS, QUARANTINE, LOCK, INDEX = "payloads", "quarantine", "lock", "index.sqlite"
@@ -41,7 +41,7 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that nobody else can look into, whatever the umask, and that a crash keeps."""
+    """Make a folder that only this user can look into, whatever the umask. It survives a crash."""
     try:
         path.mkdir(mode=0o700)
         path.chmod(0o700)
@@ -56,12 +56,12 @@ def prepare(folder: Path) -> Path:
     The files in it that have our names are checked as well: until a moment ago other users may
     have been able to write there. From here on nobody else can change any of it."""
     folder = private_folder(folder)
-    # A folder with other things in it keeps its mode: what we put into it is closed anyway.
+    # A folder with other things in it keeps its mode: what we put into it is private anyway.
     if not any(folder.iterdir()) or (folder / LOCK).exists():
         with suppress(PermissionError):
             folder.chmod(0o700)
     for path in folder.iterdir():
-        with suppress(FileNotFoundError):  # a process that has the folder removed it
+        with suppress(FileNotFoundError):  # the process that holds the folder removed it
             if path.name in (PAYLOADS, QUARANTINE):
                 check_folder(path)
             elif path.name in (LOCK, SUSPECT) or path.name.startswith(INDEX):
@@ -93,7 +93,7 @@ def why_not(folder: Path, error: Exception) -> str:
 
 
 class Quarantine:
-    """Keeps damaged files for people to look at. They are never read again, and never many."""
+    """Keeps some damaged files for people to look at. The store never reads them again."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder = folder

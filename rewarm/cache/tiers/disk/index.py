@@ -1,7 +1,7 @@
 """The index: the nodes on disk and the files that hold their payloads, in SQLite.
 
-Nothing here needs to be trusted. A payload is sealed, so a wrong row leads to a payload that does
-not fit, and costs a miss. Numbers are random, so a damaged one leads to nothing.
+No row needs to be trusted. A payload is sealed, so a wrong row leads to a payload that does not
+fit, and costs a miss. Ids are random, so a damaged id leads to nothing.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ class NamespaceInfo:
 
 @dataclass
 class Stored:
-    """The part of a namespace that hangs together."""
+    """The nodes of a namespace that can be used, and what cannot be."""
 
     nodes: list[NodeRow] = field(default_factory=list)
     """Parents come before children."""
     files: dict[int, FileRow] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)
-    """Nodes that are damaged, lack a file, or hang on a node that does."""
+    """Nodes that are damaged or lack a file, and those below them."""
     unused: list[int] = field(default_factory=list)
-    """Files that no node has."""
+    """Files that no node can use."""
 
 
 @dataclass
@@ -100,12 +100,12 @@ class Changes:
     namespaces: list[NamespaceRow] = field(default_factory=list)
     files: list[FileRow] = field(default_factory=list)
     nodes: list[NodeRow] = field(default_factory=list)
-    """New ones, and those that are no longer as they were."""
+    """Nodes that are new or have changed."""
     gone_nodes: list[int] = field(default_factory=list)
     gone_files: dict[int, int] = field(default_factory=dict)
     """The files to remove, with the bytes that were counted as free for each."""
     cleared: dict[int, int] = field(default_factory=dict)
-    """The namespaces to remove whole, likewise."""
+    """The namespaces to remove whole, with the bytes that were counted as free for each."""
 
     def __bool__(self) -> bool:
         return bool(self.files or self.nodes or self.gone_nodes or self.gone_files or self.cleared)
@@ -124,7 +124,7 @@ class Index(Database):
         for table in ("file", "node"):
             db.execute(f"DELETE FROM {table} WHERE namespace NOT IN (SELECT id FROM namespace)")
         self.at_start = _namespaces(db)
-        """The namespaces that there were when it was opened."""
+        """The namespaces at the time when it was opened."""
 
     def namespaces(self) -> list[NamespaceInfo]:
         with self.using() as db:
@@ -165,7 +165,7 @@ class Index(Database):
         return found
 
     def first_keys(self, namespace: int, most: int) -> list[bytes]:
-        """The spans that the paths of a namespace begin with, the last used ones first."""
+        """Return the spans that the paths of a namespace begin with, the last used ones first."""
         question = (
             "SELECT key FROM node WHERE namespace = ? AND parent IS NULL"
             " AND typeof(key) = 'blob' ORDER BY used DESC LIMIT ?"
@@ -219,7 +219,7 @@ def _put(db: sqlite3.Connection, table: str, rows: Sequence[NamedTuple]) -> None
 
 
 def _is_sound(node: NodeRow) -> bool:
-    """True where a row may be what was written: whatever else it is, it must not do harm."""
+    """True where all values of a row are possible ones: then even a wrong row does no harm."""
     return (
         isinstance(node.key, bytes)
         and 0 < len(node.key) == len(node.key) // WIDTH * WIDTH

@@ -1,4 +1,4 @@
-"""Space on disk: choosing what is removed so that something else can be written."""
+"""Space on disk: choose what is removed so that something else can be written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DiskSpace:
         self._read_all = False
 
     def make(self, nbytes: int) -> bool:
-        """Make space for so many bytes by the time that they are written. No pinned node goes."""
+        """Make space for so many bytes by the time that they are written. Pinned nodes stay."""
         if self._lacking(nbytes) > 0:
             strangers = self._trees.strangers()
             while strangers and self._lacking(nbytes) > 0:
@@ -49,13 +49,13 @@ class DiskSpace:
                 log.info("the disk tier is full: what %s has in it goes", name)
                 self._trees.clear(stranger)
         if self._lacking(nbytes) <= 0:
-            # Of what came since, a little each time: all of it on a full disk would take seconds.
+            # File a few new nodes each time: to file all of them on a full disk would take seconds.
             self.evictor.take_in(AT_ONCE)
             return True
         if not self._read_all:
             self._trees.read_all()
             self._read_all = True
-        # What goes may free less than it seems: two nodes may share a file.
+        # An eviction may free less than it seems: two nodes may share a file.
         while (lacking := self._lacking(nbytes)) > 0:
             before = self.evictor.evictions
             self.evictor.trim(self._trees.ledger.held.total - lacking)

@@ -2,7 +2,7 @@
 
 A file is complete before the index knows it, and gone only after the index has forgotten it. So a
 kill at any instant leaves a file without a row, which the next start removes, but never a row
-without its file. Whatever is found damaged is as if it had never been stored.
+without its file. What is found damaged counts as never stored.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Verified:
     damaged: int
     """Files that are not what was written."""
     dropped: int
-    """Nodes that are damaged or need what is."""
+    """Nodes that are damaged or need something damaged."""
     orphans: int
     """Files that no row knows, or that no node has."""
 
@@ -58,7 +58,7 @@ class Verified:
 
 
 class Store:
-    """Safe to use from threads. Reading, and asking for space, wait for no transaction."""
+    """A store for several threads. To read, or to ask for space, never waits for a transaction."""
 
     def __init__(
         self, folder: Path, limit: int, reserve: int, lock: FolderLock, quarantine: Quarantine
@@ -66,7 +66,7 @@ class Store:
         self.folder = folder
         self.limit = limit
         self.reserve = reserve
-        """Bytes of the disk that are left to others."""
+        """Bytes of the disk that are left free for others."""
         self._folder_lock = lock
         self._quarantine = quarantine
         self._payloads = folder / PAYLOADS
@@ -76,7 +76,7 @@ class Store:
         """Files that are being written, or that the index does not know yet."""
         self._count = threading.Lock()
         self._held = sum(info.bytes for info in self.index.at_start)
-        """Bytes of payload files: what the index says until `sweep` has looked."""
+        """Bytes of payload files. The index gives them until `sweep` has counted the files."""
         self._planned = 0
 
     @classmethod
@@ -100,22 +100,22 @@ class Store:
     # Space
 
     def bytes(self) -> int:
-        """The bytes of payloads, index and quarantine."""
+        """Return the bytes of payloads, index and quarantine."""
         self.index.check_usable()
         return self._held + self.index.nbytes + self._quarantine.nbytes
 
     def room(self) -> int:
-        """The bytes that can be written now."""
+        """Return the bytes that can be written now."""
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize - self.reserve
         return min(self.limit - self.bytes(), free) - self.index.may_grow
 
     def free_bytes(self) -> int:
-        """The bytes that can be written once everything that is planned is done."""
+        """Return the bytes that can be written once everything that is planned is done."""
         return self.room() - self._planned
 
     def plan(self, nbytes: int) -> None:
-        """Count in what will be written, or, below zero, what will be removed."""
+        """Count in bytes that will be written, or, below zero, bytes that will be removed."""
         with self._count:
             self._planned += nbytes
 
@@ -127,7 +127,7 @@ class Store:
     # Files
 
     def write(self, id: int, arrays: Sealed, planned: int = 0) -> int:
-        """Write a file and return its size. After a restart it is gone, unless it is committed.
+        """Write a file and return its size. A restart removes it unless it is committed.
 
         `planned` bytes had been counted in for it."""
         self.index.check_usable()
@@ -143,7 +143,7 @@ class Store:
     def read(
         self, id: int, size: int, new: Callable[[Sequence[StoredArray]], Sealed] = files.blank
     ) -> Sealed:
-        """Read a file into the arrays that `new` makes. Nothing of it is checked but its form.
+        """Read a file into the arrays that `new` makes. Only its form is checked.
 
         Raises `Damaged`, and `OSError` where it cannot be read now."""
         self.index.check_usable()
@@ -187,7 +187,7 @@ class Store:
     def verify(
         self, progress: Callable[[int, int], None] | None = None, repair: bool = True
     ) -> Verified:
-        """Read everything. With `repair`, what is damaged goes, with all that needs it."""
+        """Read everything. With `repair`, remove what is damaged, with all that needs it."""
         rows = self.index.files()
         damaged = set()
         for done, row in enumerate(rows, 1):
@@ -226,16 +226,16 @@ class Store:
         return why if row.id in self.index.file_ids() else None  # removed meanwhile
 
     def _orphans(self) -> list[Path]:
-        # Listed before the rows are asked for: a file that none of them has by then is old.
+        # Files are listed before rows are read: so a file without a row is not a new one.
         found = [*files.stored(self._payloads)]
         known = self.index.file_ids() | self._fresh
         return [path for path in found if int(path.stem, 16) not in known]
 
     def sweep(self) -> None:
-        """Remove the files that a kill left, and count what there is.
+        """Remove the files that a kill left, and count the bytes of all files.
 
-        Nobody counts them, so they go before anything is written: in a loop of crashes each process
-        would otherwise fill the disk up to its limit beside what the ones before it left."""
+        The index does not count such files, so they go before anything is written. Otherwise, in a
+        loop of crashes, each process would fill the disk beside what the earlier ones left."""
         orphans = self._orphans()
         held = sum(map(size_of, files.stored(self._payloads)))
         with self._count:

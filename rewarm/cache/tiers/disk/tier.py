@@ -1,8 +1,8 @@
-"""The disk tier: what memory holds, or once held, in a folder that outlives the process.
+"""The disk tier keeps what memory holds, or once held, in a folder that outlives the process.
 
-It has trees of the same nodes as memory's, whose payloads are parts of files. A path is on disk
-from its first token on, so what is found there can be restored from there alone. One thread writes;
-a payload that still waits for it is read from where it waits.
+Its trees have the same nodes as memory's, with parts of files as payloads. A path is on disk from
+its first token on, so it can be restored from disk alone. One thread writes. A payload that is not
+written yet is read from the queue of that thread.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ GROUP = 4 << 20
 """Bytes up to which nodes that are written together share a file: opening one takes as long as
 reading a few hundred kilobytes."""
 GROUP_SHARE = 64
-"""A shared file takes at most this part of the limit: it goes as a whole."""
+"""A shared file takes at most the limit divided by this: it is removed only as a whole."""
 MOST_BEGINNINGS = 1024
-"""Beginnings of paths that are remembered of each namespace of another model."""
+"""The number of beginnings of paths to remember of each namespace of another model."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Handle:
 
 
 class DiskTier(Tier):
-    """The trees in one folder. Nobody else has its lock meanwhile."""
+    """The trees in one folder, which no other process uses meanwhile."""
 
     name = "disk"
 
@@ -97,7 +97,7 @@ class DiskTier(Tier):
 
     @contextmanager
     def _entered(self) -> Iterator[DiskTrees]:
-        """The trees, for this thread alone. What changes in them is written from then on."""
+        """Give the trees to this thread alone, and then tell the writer what has changed."""
         with self._changed:
             yield self.trees
             if self.trees.has_work:
@@ -128,7 +128,7 @@ class DiskTier(Tier):
         )
 
     def _wanted(self, handle: Handle) -> list[File]:
-        """The files to read, in the order of the path."""
+        """List the files to read, in the order of the path."""
         end = handle.node
         first = self.layout.reach(handle.at)
         found: dict[File, None] = {}
@@ -149,7 +149,7 @@ class DiskTier(Tier):
         done: Future[None] = Future()
         with self._changed:
             wanted = self._wanted(handle)
-            # What is put into memory may push other things out of it, down to here.
+            # What this brings may evict other things from memory, and they may need space here.
             pin = Pin(handle.own.tree, handle.node)
             pin.take()
         lost: list[File] = []
@@ -176,7 +176,7 @@ class DiskTier(Tier):
         return done
 
     def _read(self, file: File, take: Take) -> bool:
-        """Give a payload from where it waits, or from its file. False where it is damaged."""
+        """Give a payload from the queue or from its file to `take`. False where it is damaged."""
         try:
             arrays = file.arrays  # before `size`: the writer sets them the other way round
             if arrays is None and file.size is not None:
@@ -207,7 +207,7 @@ class DiskTier(Tier):
                 trees.use(handle.own, handle.node)
 
     def foreign(self, prompt: Tokens, salt: str | None) -> int:
-        """Compare a prompt with the spans that the paths of others begin with."""
+        """Compare a prompt with the first spans of the paths of other models."""
         if self._beginnings is None:
             # They never change while this process has the folder.
             self._beginnings = {}
@@ -228,7 +228,7 @@ class DiskTier(Tier):
             return refused
 
     def _keep(self, offer: Offer) -> bool:
-        """Have a path written, as far as it is not yet. False where there is no room for it."""
+        """Have the new part of a path written. False where there is no room for it."""
         own, end, known = self.trees.grow(offer)
         by_end = {node.end: node for node in end.path()}
         seal = Sealer(offer)

@@ -1,4 +1,4 @@
-"""The trees on disk. The state of a node on disk is written once, in the node.
+"""The trees on disk. All that is known of a node on disk is in the node itself.
 
 The trees are as the disk will be once everything that waits is written. The index follows them:
 `take_changes` gives the rows of the nodes that have changed, as far as their files are complete.
@@ -112,13 +112,13 @@ class DiskTrees:
         """The number of times that there was something new to write."""
         self._writing: File | None = None
         self._gone = Changes()
-        """The rows that the index is to lose."""
+        """The rows to remove from the index."""
         self._dirty: dict[Node, DiskTree] = {}
-        """Nodes that the index does not have as they are."""
+        """Nodes that are new to the index, or differ from their rows in it."""
         self._used: dict[Node, DiskTree] = {}
         """Nodes that were only used. No write is made for them alone: see `note_uses`."""
         self._taken: dict[Node, DiskTree] = {}
-        """The dirty nodes of the transaction that is going on."""
+        """The dirty nodes of the current transaction."""
         self._bases = {namespace.salted(None)}
         """Every namespace that this process has used, without the salt."""
         self._for_people = {"name": model, "grid": grid}
@@ -127,7 +127,7 @@ class DiskTrees:
         self._known: dict[int, DiskTree] = {}
         """The trees that were read, by the number of their namespace."""
         self._names: dict[Namespace, int] = {}
-        """The numbers of the namespaces that were asked for. An index does not tell salts."""
+        """The numbers of the namespaces that were asked for. The index does not reveal salts."""
 
     def __iter__(self) -> Iterator[DiskTree]:
         return iter(self._known.values())
@@ -140,7 +140,7 @@ class DiskTrees:
         return {base.weights for base in self._bases}
 
     def known(self, namespace: Namespace) -> DiskTree | None:
-        """A namespace's tree, if anything was ever stored for it."""
+        """Return a namespace's tree, if anything was ever stored for it."""
         if namespace not in self._names and _number(digest_of(namespace)) not in self._stored:
             return None
         return self.of(namespace)
@@ -156,24 +156,24 @@ class DiskTrees:
         return self._known[id]
 
     def by_namespace(self) -> dict[Namespace, Tree]:
-        """The trees that were asked for since the start; the index may have more."""
+        """Return the trees that were asked for since the start. The index may have more."""
         return {name: self._known[id].tree for name, id in self._names.items()}
 
     def read_all(self) -> None:
-        """Read the trees of every salt, asked for or not: together they have the disk."""
+        """Read the trees of every salt, asked for or not: they share the disk."""
         for info in self._stored.values():
             if self.is_ours(info):
                 self._read(info.id, info.digest, info.about)
 
     def is_ours(self, info: NamespaceInfo) -> bool:
-        """True where only the salt tells a namespace from one of this process."""
+        """True where a namespace is one of this process, perhaps with another salt."""
         return any(
             all(info.about.get(k) == v for k, v in _about(base).items() if k != "salt")
             for base in self._bases
         )
 
     def strangers(self) -> list[NamespaceInfo]:
-        """The namespaces of others, with the longest unused last."""
+        """Return the namespaces of others, with the longest unused last."""
         others = [i for i in self._stored.values() if i.bytes and not self.is_ours(i)]
         return sorted(others, key=lambda info: -info.used)
 
@@ -192,7 +192,7 @@ class DiskTrees:
         return self._known[id]
 
     def _build(self, own: DiskTree) -> None:
-        """Make the nodes that the index has. What is left over goes."""
+        """Make the nodes that the index has. What cannot be used is to be removed."""
         stored = self.store.index.load(own.id)
         files: dict[int | None, File] = {}
         for id, row in stored.files.items():
@@ -244,7 +244,7 @@ class DiskTrees:
     # What changes in them
 
     def grow(self, offer: Offer) -> tuple[DiskTree, Node, int]:
-        """Have nodes for an offered path. Returns its last one, and the tokens that were known."""
+        """Add the missing nodes of an offered path. Returns its end, and the known tokens."""
         own = self.of(offer.namespace)
         end = offer.path[-1]
         node, shared = own.tree.walk(offer.data, offer.cuts)
@@ -271,7 +271,7 @@ class DiskTrees:
         span: tuple[int, int] | None,
         receipt: Receipt,
     ) -> None:
-        """Have a payload written, and let nodes have a part of it."""
+        """Have a payload written, and give each of the nodes its part."""
         file = File(new_id(), own.id, span, nbytes_of(arrays), None, arrays, receipt)
         file.number, file.nodes = self.changed + 1, {*nodes}
         self.waiting.append(file)
@@ -284,13 +284,13 @@ class DiskTrees:
             elif what == "window":
                 self._release(node, node.window)
                 node.window = FilePart(file, node.start, node.end)
-                self._note(own, node)  # the index must not name what goes
+                self._note(own, node)  # the index must not name a file that goes
             elif node.checkpoint is not None:
                 node.checkpoint.state = FilePart(file, node.end, node.end)
             self.ledger.count(node)
 
     def put_checkpoint(self, own: DiskTree, node: Node, span: Span) -> None:
-        """Note the checkpoint at a node's end. One that is also of a weightier kind becomes it."""
+        """Note the checkpoint at a node's end. A known one takes the weightier kind."""
         assert span.kind is not None
         held = node.checkpoint
         if held is None:
@@ -311,7 +311,7 @@ class DiskTrees:
             end.checkpoint.last_used, end.checkpoint.hits = now, end.checkpoint.hits + 1
 
     def note_uses(self) -> None:
-        """Have the uses since the last call written."""
+        """Have the uses since the last call written to the index."""
         self._dirty |= self._used
         self._used.clear()
 
@@ -329,7 +329,7 @@ class DiskTrees:
         return upper
 
     def evicted(self, item: Item) -> None:
-        """Let go of what retention is about to remove from a node."""
+        """Release what retention is about to evict from a node."""
         node = item.node
         own = next(own for own in self if own.tree is tree_of(node))
         if item.what == "leaf":
@@ -340,7 +340,7 @@ class DiskTrees:
             self._note(own, node)
 
     def drop(self, own: DiskTree, node: Node) -> None:
-        """Forget a node and all below it. What was to be written of them is to be offered again."""
+        """Forget a node and all below it. What is not written is to be offered again."""
         for each in reversed(node.subtree()):
             for part in _parts(each):
                 self._return(part.file)
@@ -354,7 +354,7 @@ class DiskTrees:
         for node in [*file.nodes]:
             own = self._known[file.namespace]
             if node not in own.ids:
-                continue  # it went with one above it
+                continue  # it was dropped with a node above it
             if isinstance(node.rows, FilePart) and node.rows.file is file:
                 self.drop(own, node)
                 continue
@@ -386,7 +386,7 @@ class DiskTrees:
         self.returned.clear()
 
     def _return(self, file: File) -> None:
-        """Have the offer made again that an unwritten file is from."""
+        """Have the offer of a file that is not written made again."""
         if file.receipt is not None:
             self.returned.append(file.receipt)
             file.receipt = None
@@ -407,7 +407,7 @@ class DiskTrees:
 
     def _free(self, file: File) -> None:
         if file is self._writing:
-            return  # looked at once it is written
+            return  # the end of the write frees it
         self.store.plan(-file.nbytes)
         if file.size is None:
             self.waiting_bytes -= file.nbytes
@@ -431,7 +431,7 @@ class DiskTrees:
         return None
 
     def written(self, file: File, size: int) -> None:
-        """A file is complete. Its bytes are no longer planned."""
+        """Note that a file is complete. Its bytes are no longer planned."""
         self._writing = None
         file.size = size  # before `arrays` goes: readers look there first, without the lock
         file.arrays = file.receipt = None
@@ -443,15 +443,15 @@ class DiskTrees:
             self._dirty |= dict.fromkeys(file.nodes, own)
 
     def failed(self, file: File) -> None:
-        """A file could not be written."""
+        """Note that a file could not be written."""
         self._writing = None
         if not file.nodes:
             self._free(file)
         self.lose(file)
 
     def take_changes(self) -> tuple[Changes, int]:
-        """Take what the index is to be told, as far as it is complete, and the number of the last
-        change that is in it."""
+        """Take the changes for the index whose files are complete, with the number of the last
+        change among them."""
         first = self._writing or next((file for file in self.waiting if file.nodes), None)
         changes, self._gone = self._gone, Changes()
         self._taken, self._dirty = self._dirty, {}
@@ -473,7 +473,7 @@ class DiskTrees:
         return changes, first.number - 1 if first is not None else self.changed
 
     def put_back(self, changes: Changes) -> None:
-        """Have changes taken another time: the index refused them."""
+        """Put back changes that the index refused, so that they are taken again."""
         self._dirty = {**self._taken, **self._dirty}
         self._gone.gone_nodes += changes.gone_nodes
         self._gone.gone_files |= changes.gone_files
@@ -507,7 +507,7 @@ def _parts(node: Node) -> list[FilePart]:
 
 
 def _written(part: Any) -> int | None:
-    """The number of a part's file, once that is complete."""
+    """Return the number of a part's file, once that is complete."""
     return part.file.id if isinstance(part, FilePart) and part.file.size is not None else None
 
 
@@ -517,24 +517,24 @@ def nbytes_of(arrays: Sealed) -> int:
 
 
 def _number(digest: str) -> int:
-    """The number of a namespace in the index."""
+    """Return the number of a namespace in the index."""
     return int(digest[:15], 16)
 
 
 def _about(namespace: Namespace) -> dict[str, Any]:
-    """A namespace as the index describes it: of the salt, a digest."""
+    """Describe a namespace for the index, with a digest instead of the salt."""
     own = {**asdict(namespace), "weights": namespace.weights, "format": FORMAT}
     return {**own, "salt": salt_digest(namespace.salt)}
 
 
 def salt_digest(salt: str | None) -> str:
-    """A salt as the index tells it from others."""
+    """Return the digest by which the index tells a salt from others."""
     return hashlib.sha256(salt.encode()).hexdigest()[:16] if salt else ""
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Making many objects that all stay sets the collector off again and again, for nothing."""
+    """Pause the garbage collector: many new objects that all stay would start it for nothing."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The thread that writes to disk: files first, then the index. It stands back for requests."""
+"""The thread that writes to disk: files first, then the index. It rests during requests."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ log = logging.getLogger("rewarm")
 MOST_WAITING = 256 << 20
 """Bytes that may wait to be written: they are in memory, beside the budget."""
 NICE = 10
-"""The priority that the writer's thread gives up to the threads that run the model."""
+"""The niceness of the writer's thread: the threads that run the model go first."""
 REST = 24.0
 """Seconds without work after each second of the processor's time, while there are requests."""
 LONGEST_REST = 1.0
-"""Seconds."""
+"""The longest rest in seconds."""
 NEARLY_FULL = 0.75
-"""The share of `MOST_WAITING` from which on it does not rest: a full queue refuses what comes."""
+"""The share of `MOST_WAITING` above which it does not rest: a full queue refuses offers."""
 PAUSE = 30.0
 """Seconds without another try after a failure."""
 SWEEP_AFTER = 5.0
-"""Seconds from the start to the look for what a kill left, or until something is to be written:
-until then there are better things to read."""
+"""Seconds from the start to the sweep of what a kill left, or fewer if something is to be written:
+before that, other reads matter more."""
 
 
 class Writer:
-    """Writes what the trees have new. A failure is noted in the trees, and never raised."""
+    """Writes what is new in the trees. A failure is noted in the trees, and never raised."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Writer:
         self.failures = 0
         """The number of times that the disk refused."""
         self.rests = 0
-        """The number of times that it stood back."""
+        """The number of rests."""
         self.finished = 0
         """The number of the last change that is on disk."""
         self._store = store
@@ -63,7 +63,7 @@ class Writer:
         """The number of threads that wait for it: it does not rest meanwhile."""
         self._working = False
         self._stuck = False
-        """True while the index refuses what it must be told."""
+        """True while the index refuses changes."""
         self._closed = False
         self._paused_until = 0.0
         self._thread = threading.Thread(target=self._run, name="rewarm-disk", daemon=True)
@@ -117,7 +117,7 @@ class Writer:
             with self._changed:
                 self._changed.notify_all()
                 if not is_done:
-                    # The index must come to what the trees are: it has no other way back.
+                    # The index must get these changes: it differs from the trees until then.
                     self._stuck = True
                     pause = PAUSE if not self._store.index.broken else None
                     if self._changed.wait_for(lambda: self._closed, pause):
@@ -157,7 +157,7 @@ class Writer:
     def _write(self, file: File) -> None:
         try:
             if self._store.room() < file.nbytes:
-                self._commit()  # what goes makes room
+                self._commit()  # removals make room
             if self._store.room() < file.nbytes:
                 self._store.index.checkpoint()  # the index's log counts as well
             if self._store.room() < file.nbytes:

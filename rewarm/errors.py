@@ -70,4 +70,4 @@ class NotReady(RewarmError, RuntimeError):
 
 
 class EngineFault(RewarmError):
-    """A request failed inside the model, and the request itself was right."""
+    """The model failed on a request that was valid."""

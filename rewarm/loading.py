@@ -1,7 +1,8 @@
 """Load a model: the built-in one, a folder, or a Hugging Face id.
 
-mlx-lm builds whatever sizes config.json asks for before it looks at a weight: a million layers take
-all memory and never end. So the folder is checked first, against what the weights' headers say.
+mlx-lm builds a model of the sizes in config.json before it reads a weight. A config with a million
+layers would take all memory, and loading would never end. So the sizes are first compared with the
+headers of the weight files.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.utils import (  # type: ignore[attr-defined]
     DEFAULT_ALLOW_PATTERNS,
-    snapshot_download,  # Hugging Face's, or ModelScope's where mlx-lm was told so
+    snapshot_download,  # from Hugging Face, or from ModelScope if mlx-lm is set to it
 )
 from transformers import PreTrainedConfig
 
@@ -31,13 +32,13 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 WEIGHTS = "model*.safetensors"
 TOKENIZERS = ("tokenizer*", "tokenization*.py", "*.tiktoken", "*.model", "vocab*", "tekken.json")
-"""Files of which a tokenizer has at least one."""
+"""The files of tokenizers. A model's folder must have at least one."""
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """The parts of a config that hold the sizes, for a model that takes more than text."""
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 POSITIVE = (*LAYERS, "vocab_size", "hidden_size", "max_position_embeddings", "n_positions")
 LARGEST = (1 << 31) - 1
-"""MLX counts an array's elements along one axis in 32 bits, and so do positions."""
+"""The largest size. MLX counts the elements along one axis, and positions, in 32 bits."""
 LONGEST_HEADER = 100_000_000
 """Bytes that the format allows for a header."""
 COMPLETE = "give a folder as mlx-lm saves it: config.json, model*.safetensors and a tokenizer"
@@ -49,7 +50,7 @@ class LoadedModel(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The weights of a file or a model, by what the files' headers say."""
+    """The number and the size of weights, as the headers of their files give them."""
 
     tensors: int
     nbytes: int
@@ -67,8 +68,8 @@ def load(
     built_in = str(model) == BUILT_IN
     if built_in:
         model = FOLDER
-        # transformers gives everything that says it is a Qwen Qwen's own way to split text and to
-        # change accents. Pocket's tokenizer is complete without them.
+        # For a config that names a Qwen, transformers sets Qwen's own splitting and normalisation
+        # of text. Pocket's tokenizer is complete without them.
         options["tokenizer_config"] = {"config": PreTrainedConfig()}
     if not Path(model).is_dir() and not HUB_ID.fullmatch(str(model)):
         raise InvalidOption(
@@ -92,9 +93,9 @@ def load(
     if not knows_words:
         raise CannotLoad(f"the tokenizer in {folder} knows no words: its files are not complete")
     if built_in:
-        # Its weights are stored in half the bytes, and it is small enough to run in full ones.
+        # Its weights are stored in 16 bits, and it is small enough to run in 32.
         loaded.model.set_dtype(mx.float32)
-        mx.eval(loaded.model.parameters())  # here: another thread could not
+        mx.eval(loaded.model.parameters())  # another thread could not do it
     accel.install()
     loaded.model.rewarm_source = str(folder)  # `rewarm cache ls` shows it
     return loaded
@@ -114,7 +115,7 @@ def _folder(model: str | Path, revision: str | None) -> Path:
 
 
 def _reason(error: Exception) -> str:
-    """One line of an error's text, with the error's name: some texts are no more than a word."""
+    """Give an error's text in one line, with the error's name: some texts are only one word."""
     text = " ".join(str(error).split())
     if len(text) > LONGEST_REASON:
         text = text[:LONGEST_REASON] + " ..."
@@ -122,9 +123,9 @@ def _reason(error: Exception) -> str:
 
 
 def _check_folder(folder: Path, overrides: Mapping[str, Any]) -> None:
-    """Raise `CannotLoad` for a folder that no model can be made of on this machine.
+    """Raise `CannotLoad` for a folder that this machine cannot load a model from.
 
-    `overrides` are set in the config, as mlx-lm does it."""
+    `overrides` replace values of the config, as in mlx-lm."""
     config = {**_config(folder), **overrides}
     weights = _weights(folder)
     most = max(device_bytes(), machine_bytes())

@@ -59,7 +59,7 @@ T = TypeVar("T")
 def option(default: T, help: str, *, env: str | None = None) -> T:
     """Make a field that the command line offers under the same name.
 
-    `env` names a variable of the environment that is read where the option is not given."""
+    `env` names an environment variable that is read where the option is not given."""
     about = {"help": help, "env": env}
     if isinstance(default, dict):
         return cast(T, field(default_factory=default.copy, metadata=about))
@@ -105,9 +105,9 @@ class EngineOptions:
     max_queue: int = option(256, "Requests that may wait.")
     context: int | None = option(None, "Lower the model's context to so many tokens.")
     room: int | None = None
-    """Bytes that running requests may take together; a share of what is free where not given."""
+    """Bytes that running requests may take together; by default a share of the free memory."""
     rehearse: bool = True
-    """MLX compiles what requests need before the engine is ready, and not during the first."""
+    """Compile what requests need before the engine is ready, and not during the first request."""
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_queue", "context", "room"):
@@ -129,7 +129,7 @@ class ServerOptions:
     chat_template_args: Mapping[str, Any] = option(
         {}, "For the chat template, such as '{\"enable_thinking\": false}'."
     )
-    """Options of the chat template where a request does not say otherwise."""
+    """Options of the chat template, unless the request sets others."""
     keep_billing_header: bool = option(
         False, "Leave a coding agent's billing header, new in every request, in the prompt."
     )
@@ -137,7 +137,7 @@ class ServerOptions:
     max_body: int = 32 << 20
     """The largest body of a request, in bytes."""
     max_answer: int = 8192
-    """The longest answer in tokens, where the request sets no limit."""
+    """The longest answer in tokens, unless the request sets another limit."""
     keep_alive: float = 5.0
     """Seconds without an event after which a stream sends a sign of life."""
     grace: float = 5.0
@@ -155,7 +155,7 @@ class ServerOptions:
             )
 
     def check_bind(self) -> None:
-        """Raise where anybody on the network could use the server."""
+        """Raise `InvalidOption` if anybody on the network could use the server."""
         if self.api_key is None and not self.allow_public and not _is_loopback(self.host):
             raise InvalidOption(
                 f"host={self.host!r} can be reached from other machines: set an API key, or allow "
@@ -164,7 +164,7 @@ class ServerOptions:
 
 
 def parse_size(size: int | str, name: str = "memory") -> int:
-    """Bytes from a number, or from a text such as "512MB", "1.5 GB" or "2GiB"."""
+    """Give the bytes of a number, or of a text such as "512MB", "1.5 GB" or "2GiB"."""
     hint = f'give {name} as a size from 1MB up, such as "2GB" or a number of bytes'
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
     if not isinstance(size, (int, str)) or found is None:

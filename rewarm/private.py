@@ -1,10 +1,10 @@
 """Make and check folders and files that no other user of the machine can change.
 
-A user who can write in a folder can replace the files in it. One who can write in a parent can
-replace the folder. So a path is walked from the root, and each step is checked before the next one
-is taken: then no other user can change what was checked. A parent may belong to root or to this
-user. Others may write in it only where its sticky bit keeps them from files that are not theirs, as
-in /tmp.
+A user who can write in a folder can replace the files in it, and one who can write in its parent
+can replace the folder. So a path is walked from the root, and each step is checked before the next
+one is taken: then no other user can change a folder that was checked. A parent must belong to root
+or to this user. Others may write in it only if its sticky bit protects files that are not theirs,
+as in /tmp.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _walk(path: Path) -> Path:
         try:
             found = os.lstat(step)
         except FileNotFoundError:
-            # Whatever the umask says: a folder that others can write in is refused the next time.
+            # The umask must not decide: a folder that others can write in is refused the next time.
             mode = 0o755 if left else 0o700
             os.mkdir(step, mode)
             step.chmod(mode)
@@ -138,7 +138,7 @@ def _others_may_write(found: os.stat_result) -> bool:
 
 
 def _is_own_group(gid: int) -> bool:
-    """No other user is in the group. Many systems make such a group for each user."""
+    """Say whether the group has no other user. Many systems make such a group for each user."""
     try:
         us, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:

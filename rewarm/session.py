@@ -1,4 +1,4 @@
-"""The library way in: a model, its tokenizer and a cache, with no server and no thread."""
+"""Use Rewarm as a library: a model, its tokenizer and a cache, with no server and no thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rewarm.values import Cost, Sampling, Tokens
 
 
 class Usage(NamedTuple):
-    """Tokens. `cached + prefilled == prompt`, unless the prefill was cancelled."""
+    """Counts of tokens. `cached + prefilled == prompt`, unless the prefill was cancelled."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -54,14 +54,14 @@ class Reply:
 
     @property
     def miss(self) -> str | None:
-        """The reason why not more of the prompt was reused; None where all of it was."""
+        """The reason why no more of the prompt was reused; None where all of it was."""
         return self.timings.miss.reason if self.timings.miss is not None else None
 
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """A step of a stream: text or reasoning as it comes. The last one carries the reply, and what
-    was held back until the answer had ended."""
+    """A step of a stream, with its new text or reasoning. The last event carries the reply, and the
+    text that was held back until the answer ended."""
 
     text: str = ""
     reasoning: str = ""
@@ -71,10 +71,10 @@ class StreamEvent:
 
 
 class Session:
-    """Generates with a model, and never computes a known prompt prefix again.
+    """A session generates with a model, and never computes a known prompt prefix again.
 
-    All of it runs on the caller's own thread, which turns the engine's loop until the next event
-    is there.
+    Everything runs on the caller's own thread, which turns the engine's loop until there is an
+    event.
     """
 
     def __init__(self, model: Any, tokenizer: Any, cache: PrefixCache | None = None) -> None:
@@ -85,7 +85,7 @@ class Session:
         self.tokenizer = tokenizer
         self.cache = cache if cache is not None else PrefixCache(model)
         self.cache.check_model(model)
-        # One answer at a time: nothing of batches has to be tried out.
+        # A session gives one answer at a time, so no batch has to be tried out.
         parts = EngineParts(model, tokenizer, self.cache)
         core = Core(parts, EngineOptions(max_batch=1), bounded=False)
         self._pump = CallerPump(core)
@@ -130,9 +130,9 @@ class Session:
     ) -> Iterator[StreamEvent]:
         """Answer messages, or continue a text or tokens, event by event.
 
-        `template` goes to the chat template (`{"enable_thinking": False}`). `on_prefill` is told
-        the prompt tokens done and in all after every chunk. To stop early, set `cancel` or close
-        the iterator: what was computed stays in the cache.
+        `template` goes to the chat template (`{"enable_thinking": False}`). `on_prefill` is called
+        with the number of prompt tokens done and of all, at the start and after every chunk. To
+        stop early, set `cancel` or close the iterator: what was computed stays in the cache.
         """
         sampling = Sampling(
             temperature=temperature,
@@ -162,8 +162,8 @@ class Session:
         return self._events(generation, on_prefill, cancel)
 
     def prepare(self) -> None:
-        """Compute the beginning of the next turn's prompt, on this thread, until it is done or
-        interrupted; what was stored by then stays."""
+        """Compute the beginning of the next turn's prompt on this thread. Where it is interrupted,
+        what was stored by then stays."""
         if self._last is None:
             return
         self._generator.answered(self._last, self._last.runs[0])
@@ -171,7 +171,7 @@ class Session:
             self._pump.warm_up()
 
     def _wired(self) -> AbstractContextManager[None]:
-        """Around all turns of an answer: what MLX does here takes longer than a token."""
+        """Wire the model's memory for all turns of an answer: this takes longer than a token."""
         wired: AbstractContextManager[None] = wired_limit(self.model, [STREAM])
         return wired
 
@@ -214,8 +214,8 @@ def _asked(prompt: Any, tools: list[Any] | None, template: dict[str, Any]) -> Ch
 
 def _put(generation: Reading, event: Event) -> None:
     if isinstance(event, PromptFailed):
-        # The engine tells of a failure while it handles what the model raised: the caller's own
-        # thread ran it, so that is what the caller shall see.
+        # The engine reports a failure while it handles the exception that the model raised. The
+        # model ran on the caller's thread, so the caller gets that exception.
         event.error.__cause__ = sys.exc_info()[1]
     generation.events.put(event)
 

@@ -68,7 +68,7 @@ class Match:
     shared: int = 0
     resume: int = 0
     reason: Reason | None = None
-    """The reason why it was not more; None where all that the tree knows of it is reused."""
+    """The reason why no more is reused; None where all that the tree knows of it is reused."""
     tier: str | None = None
     """The name of the tier that the state came from; None where nothing is reused."""
 
@@ -80,21 +80,21 @@ class Match:
 
 @dataclass(frozen=True)
 class Miss:
-    """The reason why no more of a prompt was reused. Of several, the one that costs most."""
+    """The reason why no more of a prompt was reused. Several may apply: it is the costliest one."""
 
     reason: Reason
     shared: int
     """The position of the first token that differs from what is stored."""
     resume: int
     held: int = 0
-    """`evicted`: the tokens of the prompt that were once held. `salt`: those that it could reuse
-    under another salt."""
+    """`evicted`: the tokens of the prompt that were once held. `salt`: the tokens that it could
+    reuse under another salt."""
     why: Missing | None = None
-    """`no_checkpoint`: the reason why there is none between `resume` and `shared`."""
+    """`no_checkpoint`: the reason why there is no checkpoint between `resume` and `shared`."""
     other: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
     """`diverged`: the tokens that are stored from `shared` on."""
     origin: Origin | None = None
-    """The way in which those were computed."""
+    """The way in which the tokens of `other` were computed."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Cost:
     match_ms: float = 0.0
     restore_ms: float = 0.0
     prefill_ms: float = 0.0
-    """From the end of the restore to the first token, with what the engine did in between."""
+    """From the end of the restore to the first token, with other work of the engine between."""
     ttft_ms: float = 0.0
     """From the request's arrival at the engine to the first token."""
     restored_bytes: int = 0
@@ -120,14 +120,15 @@ class Cost:
 
     @property
     def timings(self) -> dict[str, float]:
-        """Milliseconds by the names that a reply has for them."""
+        """The times in milliseconds, by their names in a reply."""
         names = ("queue_ms", "match_ms", "restore_ms", "prefill_ms", "ttft_ms")
         times = (self.queued_ms, self.match_ms, self.restore_ms, self.prefill_ms, self.ttft_ms)
         return dict(zip(names, times, strict=True))
 
     @property
     def replayed(self) -> int:
-        """Computed tokens that the tree knew. A cancelled prefill may have done only some."""
+        """Tokens that the tree knew and that were computed again, before a cancel if there was
+        one."""
         return min(self.match.replay, self.prefilled)
 
 
@@ -136,7 +137,7 @@ class Namespace:
     """Everything that must be equal for two prompts to share state."""
 
     base: str
-    """The identity of what computes, or a name within this process where none was taken."""
+    """The identity of what computes; where none was taken, a name within this process."""
     adapter: str = ""
     """A name that the user gave. The arrays of an adapter are part of `base`."""
     kv: str = "plain"
@@ -165,7 +166,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """It counts the last tokens of prompt and answer. 1 is no penalty."""
+    """The penalty for the last tokens of prompt and answer. 1 is no penalty."""
     presence_penalty: float = 0.0
     """This one and the frequency penalty count the answer so far, as OpenAI defines them."""
     frequency_penalty: float = 0.0

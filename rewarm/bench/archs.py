@@ -39,7 +39,7 @@ def _qwen3(hidden: int, layers: int, heads: int, inner: int, tied: bool) -> Conf
 def _qwen3_5(
     hidden: int, layers: int, heads: int, kv: int, inner: int, values: int, tied: bool, **text: int
 ) -> Config:
-    """The configuration of a Qwen3.5. `text` are other fields of its text model."""
+    """Make the configuration of a Qwen3.5. `text` are other fields of its text model."""
     return {
         "model_type": "qwen3_5",
         "text_config": {
@@ -68,7 +68,7 @@ def _qwen3_5(
 def _small_hybrid(
     hidden: int, layers: int, heads: int, kv: int, inner: int, keys: int, values: int, **text: int
 ) -> Config:
-    """A Qwen3.5 for a CPU, with heads of 64 unless `text` says otherwise."""
+    """Make a Qwen3.5 for a CPU, with heads of 64 unless `text` says otherwise."""
     sizes = {
         "head_dim": 64,
         "linear_num_key_heads": keys,
@@ -182,7 +182,7 @@ def config(name: str) -> Config:
 
 
 def text_config(name: str) -> Config:
-    """The part of the configuration with the sizes of the text model."""
+    """Give the part of the configuration with the sizes of the text model."""
     found = config(name)
     return cast(Config, found.get("text_config", found))
 
@@ -192,14 +192,14 @@ def vocabulary(name: str) -> int:
 
 
 def dtype() -> mx.Dtype:
-    """The type of the weights: MLX's CPU backend has no experts in half precision, and is slow at
-    the other operations."""
+    """Give the type of the weights: MLX's CPU backend has no experts in half precision, and is slow
+    at the other operations."""
     return mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
 
 
 def build(name: str, dtype: mx.Dtype = mx.bfloat16, seed: int = 0) -> Any:
-    """A model of mlx-lm's own classes. Its weights stay lazy, so that only reading its shapes takes
-    no memory."""
+    """Make a model of mlx-lm's own classes. Its weights stay lazy, so that only reading its shapes
+    takes no memory."""
     made = config(name)
     module = importlib.import_module(f"mlx_lm.models.{made['model_type']}")
     mx.random.seed(seed)
@@ -214,7 +214,7 @@ def build(name: str, dtype: mx.Dtype = mx.bfloat16, seed: int = 0) -> Any:
 
 
 def random_model(name: str) -> Any:
-    """A model with weights, ready to run."""
+    """Make a model with weights, ready to run."""
     model = build(name, dtype())
     mx.eval(model.parameters())
     return model

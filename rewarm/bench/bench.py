@@ -79,22 +79,22 @@ class Bench:
         return ChatRenderer(self.tokenizer)
 
     def tokens(self, messages: Messages) -> list[int]:
-        """The prompt of a chat as tokens, to count how many are distinct."""
+        """Give the prompt of a chat as tokens, to count how many are distinct."""
         return [int(t) for t in self._renderer.render(messages).tokens]
 
     def text(self, tokens: int) -> str:
-        """Random words of about so many tokens."""
+        """Make random words of about so many tokens."""
         sample = " ".join(self.draw.choices(WORDS, k=64))
         each = len(self.tokenizer.encode(sample, add_special_tokens=False)) / 64
         return " ".join(self.draw.choices(WORDS, k=max(1, round(tokens / each)))) + "."
 
     def user(self, tokens: int) -> dict[str, Any]:
-        """A message of a user with about so many tokens of text."""
+        """Make a message of a user with about so many tokens of text."""
         return user(self.text(tokens))
 
     def question(self, tokens: int) -> str:
-        """A random question of about so many tokens. A trained model may answer mere words with
-        anything; Pocket replies to this question at some length that it writes no stories."""
+        """Make a random question of about so many tokens. A trained model may answer random words
+        with anything; Pocket replies to this question at some length that it writes no stories."""
         if self.model.startswith(RANDOM):
             return self.text(tokens)
         return f"Write a story about {self.text(tokens - 10)}"
@@ -142,7 +142,7 @@ class Bench:
     def in_turns(
         self, what: str, sides: Sequence[T], rounds: int, *, first: int = 0
     ) -> Iterator[tuple[int, T]]:
-        """Yield every round with every side, and pause between two.
+        """Yield every round with every side, and pause between two of them.
 
         Each round begins with another side, the first one with the side at `first`. So a
         disturbance of the machine hits all sides alike."""

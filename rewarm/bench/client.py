@@ -80,7 +80,8 @@ def ask(
 
 
 def hit(*replies: Answered) -> float:
-    """The share of the prompts' tokens that was not computed; NaN where a server does not say."""
+    """Give the share of the prompts' tokens that was not computed; NaN where a server does not
+    say."""
     prompt = sum(r.prompt for r in replies)
     if not prompt or not all(r.counted for r in replies):
         return math.nan
@@ -92,7 +93,7 @@ def get(url: str) -> Any:
 
 
 def read_metric(url: str, name: str) -> float:
-    """The sum of a Prometheus metric over its labels."""
+    """Read the sum of a Prometheus metric over its labels."""
     lines = _body(f"{url}/metrics").decode().splitlines()
     return sum(
         float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name

@@ -42,8 +42,8 @@ def burst(bench: Bench, parallel: int, shared: int, answer: int) -> None:
                     took = max(r.total for r in replies)
                     by_side[side.name].append(took)
                     plot.add(side.name, 2 * i + 1 + (name == "again"), took)
-                    # The second burst shares its system prompt with the first one, which the trie
-                    # of its own prompts does not show.
+                    # The second burst shares its system prompt with the first one. The trie of its
+                    # own prompts does not show that.
                     prompts = [bench.tokens(c) for c in chats] if name == "cold" else []
                     each = [r.per_token for r in replies]
                     sheet.add(
@@ -58,7 +58,7 @@ def burst(bench: Bench, parallel: int, shared: int, answer: int) -> None:
 
 
 def _work(replies: list[Answered], prompts: list[list[int]]) -> tuple[str, str, str]:
-    """The hit, the tokens that were prefilled, and the amplification over these prompts."""
+    """Give the hit, the tokens that were prefilled, and the amplification over these prompts."""
     if not all(r.counted for r in replies):
         return "-", "-", "-"
     prefilled = sum(r.prefilled for r in replies)
@@ -71,7 +71,7 @@ def _at_once(side: Side, chats: list[Messages], answer: int) -> list[Answered]:
     try:
         return list(pool.map(lambda chat: side.ask(chat, answer), chats))
     finally:
-        # After Ctrl-C nothing waits for the answers: they end with their server.
+        # After Ctrl-C, the answers are not waited for: they end with their server.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -122,7 +122,8 @@ def agent(bench: Bench, name: str, recorded: list[Messages], answer: int) -> Non
 
 
 def conversations(file: Path) -> list[Messages]:
-    """Conversations of OpenAI messages: a JSON list of lists, or of objects that hold a list."""
+    """Read conversations of OpenAI messages: a JSON list of lists, or of objects that hold a
+    list."""
     try:
         document = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -147,7 +148,7 @@ def _is_message(value: object) -> bool:
 
 
 def _prompts_in_turns(recorded: list[Messages]) -> Iterator[Messages]:
-    """Every prompt of every conversation: the first ones of all, then the second ones."""
+    """Give every prompt of every conversation: the first ones of all, then the second ones."""
     prompts = [
         [chat[:i] for i, m in enumerate(chat) if m["role"] == "assistant" and i]
         for chat in recorded

@@ -1,5 +1,5 @@
-"""The scenario `disk`: restoring beside computing and reading, decoding beside the writer, opening
-a large index."""
+"""The scenario `disk`: restores compared with computing and reading, decoding while the writer
+works, and the opening of a large index."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ def _restored(model: Any, prompt: Tokens, folder: Path, paths: list[Path], dropp
 
 
 def _read(path: Path) -> Any:
-    """A file's bytes in aligned memory: the system copies much more slowly into other memory."""
+    """Read a file's bytes in aligned memory: the system copies much more slowly into other
+    memory."""
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         data = np.empty(size + ALIGNED, np.uint8)
@@ -157,14 +158,15 @@ def _beside_the_writer(bench: Bench, model: Any, prompt: Tokens, folder: Path) -
 
 
 def _writes(cache: PrefixCache, past: float) -> bool:
-    """Offer what is not written yet, and return whether the writer still has work."""
+    """Offer what is not written yet. Returns whether the writer still has work."""
     return not cache.flush(wait=False) or cache.stats().below["disk"].unwritten > 0
 
 
 def _decode_rate(
     model: Any, cache: PrefixCache, prompt: Tokens, goes_on: Callable[[float], bool]
 ) -> float:
-    """Tokens a second in short answers, for as long as `goes_on` says after so many seconds."""
+    """Measure the tokens a second in short answers, for as long as `goes_on` says after so many
+    seconds."""
     began, steps, decoding = time.perf_counter(), 0, 0.0
     while goes_on(time.perf_counter() - began) or not steps:
         with cache.acquire(prompt[:SERVED], headroom=ANSWER) as lease:
@@ -199,7 +201,7 @@ def _open(bench: Bench, nodes: int, folder: Path, tokens: int = 512) -> None:
 
 
 def _rows(nodes: int, tokens: int) -> Changes:
-    """The rows of so many nodes, twenty to a path."""
+    """Make the rows of so many nodes, twenty to a path."""
     draw = np.random.default_rng(0)
     changes = Changes([NamespaceRow(BENCH, "bench", "{}", time.time())])
     parent = None

@@ -31,21 +31,23 @@ class Spread:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """The ratio of `theirs` to `ours`, round by round: a disturbance of a round hits both sides.
+    """Give the ratio of `theirs` to `ours`, round by round: a disturbance of a round hits both
+    sides.
 
     Only rounds that both have count, since a run may have been interrupted."""
     return Spread.of(b / a for a, b in zip(ours, theirs, strict=False))
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of tokens that both begin with."""
+    """Count the tokens that two sequences have in common at their beginning."""
     length = min(len(a), len(b))
     differ = np.flatnonzero(np.asarray(a[:length]) != np.asarray(b[:length]))
     return int(differ[0]) if len(differ) else length
 
 
 def trie_size(prompts: Iterable[Sequence[int] | Tokens]) -> int:
-    """The number of distinct tokens over all prompts. A token counts once after each past."""
+    """Count the distinct tokens of all prompts. A token counts once for each beginning before
+    it."""
     tree = Tree()
     size = 0
     for prompt in prompts:
@@ -61,7 +63,7 @@ def trie_size(prompts: Iterable[Sequence[int] | Tokens]) -> int:
 
 
 def amplification(prefilled: int, prompts: Iterable[Sequence[int] | Tokens]) -> float:
-    """The tokens prefilled over the distinct tokens; 1.0 is the floor."""
+    """Give the tokens prefilled over the distinct tokens; 1.0 is the floor."""
     size = trie_size(prompts)
     return prefilled / size if size else 0.0
 

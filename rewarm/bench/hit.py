@@ -30,8 +30,8 @@ SHOWN = 20
 
 
 def hit(bench: Bench, arch: str, length: int, kernels: Path | None) -> None:
-    """Measure the parts of hits on one long prompt. The device is waited for after each part,
-    which a request does not do.
+    """Measure the parts of hits on one long prompt. Each part ends when the device is idle, which
+    a request does not wait for.
 
     `kernels` is a folder for a trace of one hit; call `prepare_profiler` first."""
     accel.install()

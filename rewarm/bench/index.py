@@ -82,7 +82,7 @@ def _trie_of(tokens: Tokens) -> PromptTrie:
 
 
 def _allocated(make: Callable[[], object]) -> int:
-    """The bytes that an object takes, in Python's own memory."""
+    """Measure the bytes that an object takes, in Python's own memory."""
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     made = make()

@@ -71,8 +71,7 @@ class Generated(NamedTuple):
 
     ttft: float
     busy: float
-    """Processor seconds of this process until the first token. What other programs do on the
-    machine does not count."""
+    """Processor seconds of this process until the first token. Other programs do not count."""
     each: float
     """Seconds a token after the first one."""
 

@@ -21,7 +21,7 @@ def numbers(option: str, text: str, least: int = 1) -> list[int]:
 
 
 def names(option: str, text: str, known: Iterable[Name]) -> list[Name]:
-    """The given names, in the order of `known`."""
+    """Give the names in the text, in the order of `known`."""
     wanted = [part.strip() for part in text.split(",")]
     found = [name for name in known if name in wanted]
     if unknown := [word for word in wanted if word not in found]:

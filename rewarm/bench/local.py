@@ -22,7 +22,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 class Parts(dict[str, float]):
-    """Milliseconds by the name of the part that took them. A part ends when the device is idle."""
+    """The milliseconds that each part took, by its name. A part ends when the device is idle."""
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -34,12 +34,12 @@ class Parts(dict[str, float]):
 
 
 def median(rounds: Sequence[Parts]) -> Parts:
-    """The median of each part."""
+    """Give the median of each part."""
     return Parts({part: statistics.median(r[part] for r in rounds) for part in rounds[0]})
 
 
 def random_tokens(count: int, vocabulary: int, seed: int = 0) -> Tokens:
-    """Random tokens, without the first and last ten, which may have a meaning of their own."""
+    """Make random tokens, without the first and last ten, which may have a meaning of their own."""
     draw = np.random.default_rng(seed)
     return draw.integers(10, vocabulary - 10, count, dtype=np.int32)
 

@@ -24,8 +24,8 @@ RANDOM = "random:"
 
 @contextmanager
 def placed(model: str) -> Iterator[str]:
-    """The model as servers take it: a folder or a Hugging Face id. A folder made here is removed at
-    the end."""
+    """Yield the model as servers take it: a folder or a Hugging Face id. A folder made here is
+    removed at the end."""
     if model != pocket.BUILT_IN and not model.startswith(RANDOM):
         yield model
         return
@@ -42,7 +42,7 @@ def placed(model: str) -> Iterator[str]:
 
 
 def tokenizer_of(location: str) -> TokenizerWrapper:
-    """The tokenizer alone: counting a prompt's tokens needs no model."""
+    """Load the tokenizer alone: counting a prompt's tokens needs no model."""
     path = Path(location)
     if path.is_dir():
         return TokenizerWrapper(AutoTokenizer.from_pretrained(path, config=PreTrainedConfig()))

@@ -72,7 +72,7 @@ def _rows(bench: Bench, rates: dict[str, list[float]], polls: float) -> None:
 
 
 def _cost(side: Side, path: str, tasks: Path, change: Callable[[], None]) -> float:
-    """The seconds of processor time that the server takes for a question after a change."""
+    """Measure the seconds of processor time that the server takes for a question after a change."""
     change()
     time.sleep(0.05)  # the server still works after its answer
     before = _busy(tasks)
@@ -81,8 +81,8 @@ def _cost(side: Side, path: str, tasks: Path, change: Callable[[], None]) -> flo
 
 
 def _busy(tasks: Path) -> float:
-    """Processor seconds of all threads of a process. `schedstat` counts in nanoseconds, where the
-    usual counters have ticks that are longer than a poll."""
+    """Read the processor seconds of all threads of a process. `schedstat` counts in nanoseconds;
+    the usual counters have ticks that are longer than a poll."""
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
 
 
@@ -105,7 +105,7 @@ def _repeated(do: Callable[[], None], every: float) -> Iterator[None]:
 
 
 def _rate(bench: Bench, side: Side, answer: int) -> float:
-    """Tokens a second of one answer that does not end before its limit."""
+    """Measure the tokens a second of one answer that does not end before its limit."""
     never = {"logit_bias": {str(bench.tokenizer.eos_token_id): -100}}
     each = side.ask([bench.user(20)], answer, never).per_token
     if not each:

@@ -15,7 +15,7 @@ from .traces import read
 
 
 def budgets(memory: str) -> list[int]:
-    """Sizes with commas between them. A range doubles from its first size to its last."""
+    """Parse sizes with commas between them. A range doubles from its first size to its last."""
     found: list[int] = []
     for part in memory.split(","):
         first, _, last = part.partition("..")
@@ -79,7 +79,8 @@ def compare(
 
 
 def gap_closed(outcomes: dict[str, Outcome]) -> str:
-    """The share of the distance from LRU to clairvoyant. It is left out where both are equal."""
+    """Give the share of the distance from LRU to clairvoyant. It is left out where both are
+    equal."""
     if not {"rewarm", "lru", "clairvoyant"} <= outcomes.keys():
         return ""
     ours, lru, best = (outcomes[p].hit_rate for p in ("rewarm", "lru", "clairvoyant"))

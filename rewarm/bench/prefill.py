@@ -43,7 +43,7 @@ GPU = ("cuda_attention", "cuda_convolution")
 
 
 def _ways() -> list[Way]:
-    """The ways from mlx-lm alone to everything that Rewarm does on this device."""
+    """Give the ways from mlx-lm alone to everything that Rewarm does on this device."""
     if mx.default_device() == mx.cpu:
         return [
             Way("mlx-lm, MLX's own BLAS", environment={"REWARM_BLAS": "off"}),
@@ -153,8 +153,8 @@ def _rows(sheet: Sheet, arch: str, length: int, workers: Sequence[Worker], rate:
 
 
 def _recurrent_flops(arch: str) -> float:
-    """FLOPs of a hybrid's recurrent layers for a token, beside their weights: a multiplication, and
-    three multiplications with an addition, for each number of a state."""
+    """Count the FLOPs of a hybrid's recurrent layers for a token, beside their weights: a
+    multiplication, and three multiplications with an addition, for each number of a state."""
     text = text_config(arch)
     if "linear_num_value_heads" not in text:
         return 0.0

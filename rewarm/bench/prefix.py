@@ -43,7 +43,7 @@ RESTORES = 5
 
 
 def usual(bench: Bench, context: int) -> list[int]:
-    """The usual lengths that fit into the context."""
+    """Give the usual lengths that fit into the context."""
     wanted = list(USUAL) if mx.default_device() != mx.cpu else list(USUAL[:-1])
     fitting = [n for n in wanted if n + ANSWERED <= context]
     if fitting != wanted:

@@ -37,7 +37,7 @@ class Profile:
     """The same in all sliding windows, whose context is never longer than `window`."""
 
     def prefill_flops(self, start: int, stop: int) -> float:
-        """FLOPs of computing the tokens `start` to `stop` of a prompt."""
+        """Count the FLOPs of computing the tokens `start` to `stop` of a prompt."""
         n = stop - start
         context = (start + stop) / 2 * n
         inside = max(0, min(stop, self.window) - start)
@@ -47,7 +47,8 @@ class Profile:
 
 @lru_cache
 def profile(name: str) -> Profile:
-    """The profile of one of `archs.ARCHS`, from the shapes of its model, which is not evaluated."""
+    """Make the profile of one of `archs.ARCHS`, from the shapes of its model, which is not
+    evaluated."""
     model = build(name)
     caches = list(make_prompt_cache(model))
     layout = Layout(caches)
@@ -71,14 +72,14 @@ def profile(name: str) -> Profile:
 
 
 def _width(layout: Layout, caches: Sequence[Any], group: str) -> int:
-    """The length of a row of a head."""
+    """Give the length of a row of a head."""
     found = [caches[i] for i in layout.groups[cast("Any", group)]]
     return int(found[0].keys.shape[3]) if found else 0
 
 
 def _weight_flops(model: Any, text: dict[str, Any]) -> float:
-    """FLOPs of a token for all weights but the embedding, the head, and experts that are not
-    chosen."""
+    """Count the FLOPs of a token for all weights but the embedding, the head, and experts that are
+    not chosen."""
     total = 0.0
     for name, value in cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters())):
         if value.ndim < 2 or "embed" in name or "lm_head" in name:

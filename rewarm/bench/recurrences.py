@@ -56,7 +56,7 @@ def recurrences(bench: Bench, archs: Sequence[str], tokens: int) -> None:
 
 
 def _timed(call: Callable[[], Any]) -> float:
-    """Milliseconds of one call."""
+    """Measure the milliseconds of one call."""
     times = 1 if mx.default_device() == mx.cpu else REPEATED
     return milliseconds(lambda: mx.eval([call() for _ in range(times)])) / times
 
@@ -165,7 +165,7 @@ def _others(tokens: int, looped: Functions, ours: Functions) -> Iterator[Compare
 
 
 def _layer(bench: Bench, arch: str, tokens: int) -> None:
-    """The parts of a recurrent layer, and a layer of attention."""
+    """Measure the parts of a recurrent layer, and a layer of attention."""
     model = random_model(arch)
     layers = getattr(model, "language_model", model).model.layers
     first, net = layers[0], layers[0].linear_attn

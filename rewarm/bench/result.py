@@ -44,7 +44,7 @@ class Plot:
 
 @dataclass
 class Result:
-    """It is filled while a scenario runs, so that an interrupted run keeps what it measured."""
+    """A result. It is filled while a scenario runs, so an interrupted run keeps its figures."""
 
     scenario: str
     model: str

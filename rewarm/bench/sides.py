@@ -116,7 +116,7 @@ class Side:
             time.sleep(0.01)
 
     def held_bytes(self) -> int | None:
-        """The bytes that its cache holds; None where it does not say."""
+        """Read the bytes that its cache holds; None where it does not say."""
         if self.ours:
             kinds = get(f"{self.url}/v1/cache")["bytes"]["memory"]
             return sum(int(n) for kind, n in kinds.items() if kind != "index")
@@ -126,7 +126,7 @@ class Side:
             return None
 
     def warm_tokens(self) -> int:
-        """The tokens that were computed ahead of requests."""
+        """Read the tokens that were computed ahead of requests."""
         if not self.ours:
             return 0
         return int(read_metric(self.url, "rewarm_warm_ahead_tokens_total"))
@@ -139,7 +139,7 @@ class Side:
 
 
 def command(peer: str, model: str, port: int) -> list[str]:
-    """The words of a peer's command: `peer` is "mlx-lm", or a line with {model} and {port}."""
+    """Give the words of a peer's command: `peer` is "mlx-lm", or a line with {model} and {port}."""
     if peer == MLX_LM:
         words = ["-c", MLX_LM_SERVER, "--model", model, "--port", str(port), "--log-level", "ERROR"]
         return [sys.executable, *words]
@@ -233,7 +233,7 @@ def _last_output(side: Side) -> str:
 
 
 def _model_name(url: str, model: str) -> str:
-    """The name of the model in this server's list of models, where that leaves no doubt."""
+    """Find the name of the model in this server's list of models, where that leaves no doubt."""
     try:
         found = [str(each["id"]) for each in get(f"{url}/v1/models")["data"]]
     except (OSError, ValueError, LookupError, TypeError):

@@ -54,7 +54,7 @@ class Outcome:
 
 
 class Clairvoyant:
-    """Evicts the item whose next use is the farthest: an offline and greedy bound.
+    """A policy that evicts the item whose next use is the farthest: an offline and greedy bound.
 
     The next use of a span is the next request that goes through its end. The next use of a
     checkpoint is the next request that would resume there: one that goes through it, and through no
@@ -103,7 +103,9 @@ class Clairvoyant:
 
 
 class ClairvoyantWork(Clairvoyant):
-    """Evicts the item that saves the least work per byte and per request until its next use.
+    """A policy that evicts the item that saves the least work, per byte and per request until its
+    next use.
+
 
     Every request that goes through a checkpoint uses it: where memory is small, the checkpoints
     below it will be evicted by then."""
@@ -121,8 +123,8 @@ WAYS: dict[Policy, tuple[Callable[[Trace], Retention], ...]] = {
     "lru": (lambda _: LRU(),),
     "clairvoyant": (Clairvoyant, ClairvoyantWork),
 }
-"""The retention policies behind each name. Of several the best result counts: the better of two
-greedy bounds is nearer to the optimum than either."""
+"""The retention policies behind each name. Where there are several, the best result counts: the
+better of two greedy bounds is nearer to the optimum."""
 
 
 def replay(

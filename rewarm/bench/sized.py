@@ -56,7 +56,7 @@ class SizedPacking:
 
 @dataclass
 class SizedLayout:
-    """Answers from a profile what the cache asks a `Layout`."""
+    """A `Layout` whose answers come from a profile."""
 
     profile: Profile
     reusable: bool = True
@@ -120,7 +120,7 @@ class _NoModel:
 def sized_cache(
     profile: Profile, memory: int, retention: Retention | None = None, chunk: int = 2048
 ) -> PrefixCache:
-    """A cache that stores sizes instead of payloads."""
+    """Make a cache that stores sizes instead of payloads."""
     cache = PrefixCache(
         _NoModel(),
         memory=memory,

@@ -20,7 +20,7 @@ text { font: 12px system-ui, sans-serif; fill: #1f2937 }
 
 
 def draw_all(plots: list[Plot]) -> str:
-    """All plots in one document, one below the other."""
+    """Draw all plots in one document, one below the other."""
     parts = [
         f'<g transform="translate(0 {i * HEIGHT})">{_plot(plot)}</g>'
         for i, plot in enumerate(plots)

@@ -45,7 +45,7 @@ class TraceRequest:
     turn: int = 0
     """The position where the message before the last one ends, where the trace says so."""
     waits: bool = False
-    """A person reads the answer: it is no tool call."""
+    """A person reads the answer, which is no tool call."""
 
     def tokens(self) -> Tokens:
         return np.repeat(self.blocks, self.block_size)[: self.length].astype(np.int32, copy=False)
@@ -56,7 +56,7 @@ class TraceRequest:
         return self.length // self.block_size * self.block_size
 
     def boundaries(self) -> list[Boundary]:
-        """The ends of this prompt's messages, rounded down to blocks."""
+        """Give the ends of this prompt's messages, rounded down to blocks."""
         found: list[Boundary] = []
         if 0 < self.system < self.whole:
             found.append(Boundary(self.system // self.block_size * self.block_size, "system"))
@@ -68,7 +68,7 @@ class TraceRequest:
 
 
 class _Numbers:
-    """Numbers blocks: equal blocks after equal pasts have the same number."""
+    """The numbers of blocks. Equal blocks after equal beginnings have the same number."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, Any], int] = {}
@@ -107,7 +107,7 @@ class Trace:
         return sum(len(r.blocks) for r in self.requests)
 
     def trie_tokens(self) -> int:
-        """The number of distinct tokens over all prompts: the size of their trie."""
+        """Give the number of distinct tokens over all prompts: the size of their trie."""
         sizes: dict[int, int] = {}
         for r in self.requests:
             if len(r.blocks):

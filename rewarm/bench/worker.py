@@ -3,7 +3,7 @@
     python -m rewarm.bench.worker ARCH [MODULE OF rewarm.accel ...]
 
 Each line of its input names a task and a number of tokens; each line of its output is the seconds
-that the task took. `chunks` instead of a module computes the delta rule in chunks, on a GPU too.
+that the task took. With `chunks` instead of a module, the delta rule runs in chunks, also on a GPU.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def prefill(model: Any, caches: list[Any], tokens: int, size: int) -> float:
 
 
 def decode(model: Any, caches: list[Any], tokens: int) -> float:
-    """The median seconds of a token after the last prompt."""
+    """Measure the median seconds of a token after the last prompt."""
     token = mx.zeros((1, 1), mx.int32)
 
     def step() -> None:
@@ -76,7 +76,7 @@ def decode(model: Any, caches: list[Any], tokens: int) -> float:
 
 
 def product(size: int) -> float:
-    """The least seconds of a product of two square matrices."""
+    """Measure the least seconds of a product of two square matrices."""
     a, b = (mx.random.normal((size, size)).astype(dtype()) for _ in range(2))
     mx.eval(a, b)
     return min(milliseconds(lambda: mx.eval(a @ b)) for _ in range(5)) / 1e3

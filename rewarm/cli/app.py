@@ -1,4 +1,4 @@
-"""The command line: its commands, one file each, and what all of them share."""
+"""The command line: its commands, which have a file each, and the options that all share."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def options(
     if sys.stderr.isatty():
         handler = RichHandler(console=Console(stderr=True), show_path=False)
         logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
-    else:  # a file or a service: one line each, however long
+    else:  # a file or a service gets one line for each record, however long it is
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
 
 

@@ -293,7 +293,7 @@ def recurrences(
 
 
 def _run(context: typer.Context, run: Scenario) -> None:
-    """Run a scenario with the shared options of its command, and exit as it ends."""
+    """Run a scenario with the shared options of its command, and exit with its status."""
     from rewarm.bench import bench
     from rewarm.bench.result import Result, machine
 
@@ -307,7 +307,7 @@ def _run(context: typer.Context, run: Scenario) -> None:
 
 
 def _line(context: typer.Context) -> str:
-    """The command line that gives this result again, without options that have their default."""
+    """Give the command line that gives this result again, without options at their defaults."""
     words: list[str] = ["rewarm", "bench", context.info_name or ""]
     for parameter in context.command.params:
         name = parameter.name or ""

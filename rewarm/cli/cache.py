@@ -1,4 +1,4 @@
-"""`rewarm cache`: what a disk tier holds, without a model."""
+"""`rewarm cache`: look at a disk tier and clear it, without a model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Namespace = Annotated[
 Salt = Annotated[str | None, typer.Option(help="Only what was stored for this salt.")]
 
 UNLIMITED = 1 << 60
-"""Bytes. Nothing is evicted because it is looked at."""
+"""A limit in bytes that no store reaches, so that looking at a store evicts nothing."""
 
 
 def _opened(folder: Path) -> closing[Store]:
     if not folder.is_dir():
         raise InvalidOption(f"--disk {str(folder)!r} is no folder: give the one that was served")
-    from rewarm.cache.tiers.disk.store import Store  # brings MLX along: not for a help text
+    from rewarm.cache.tiers.disk.store import Store  # imports MLX: not for a help text
 
     return closing(Store.open(folder, limit=UNLIMITED, reserve=0))
 
@@ -55,7 +55,7 @@ def stats(disk: Disk) -> None:
 
 
 def _model(source: str) -> str:
-    """The name that people know a model by, from the folder that it was loaded from."""
+    """Give the name that people know a model by, from the folder that it was loaded from."""
     path = Path(source)
     if path == FOLDER:
         return BUILT_IN

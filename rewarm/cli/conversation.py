@@ -1,4 +1,4 @@
-"""A conversation in a terminal: what is typed, and how an answer looks."""
+"""A conversation in a terminal: its input, and the look of an answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Ctrl-C stops an answer. Arrow up brings back what you typed before."""
 WORTH_A_BAR = 0.4
 """Seconds of prefill after which its progress is shown."""
 HISTORY = 1000
-"""Lines that are kept of what was typed."""
+"""The number of typed lines that are kept."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Conversation:
     console: Console
     system: str | None = None
     questions: str | None = None
-    """Questions that the model can be asked, for /help."""
+    """Questions that the model can answer, for /help."""
     messages: list[Message] = field(default_factory=list)
     _running: Reading | None = None
 
@@ -118,7 +118,7 @@ class Conversation:
             return
         answer = done.choices[0].answer
         if not answer.parts:
-            self.messages.pop()  # stopped before its first word: as if it was not asked
+            self.messages.pop()  # stopped before its first word: the question is dropped too
             return
         self.messages.append(answer.message())
         # While the answer is read and the next line is typed, the next prompt is prepared.
@@ -136,7 +136,7 @@ class Conversation:
         return running
 
     def _show(self, events: Iterator[Event]) -> None:
-        """Print an answer as it comes, after a bar while a long prompt is computed."""
+        """Print an answer as it comes. While a long prompt is computed, a bar is shown."""
         began = time.monotonic()
         columns = (TextColumn("[dim]reading"), BarColumn(), MofNCompleteColumn())
         bar = ProgressBar(*columns, console=self.console, transient=True)
@@ -191,7 +191,7 @@ def _on_interrupt(call: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _history() -> Iterator[None]:
-    """Edit lines, and keep what was typed; neither where the terminal has no line editor."""
+    """Edit lines, and keep what was typed. Without a line editor, do neither."""
     try:
         import readline
     except ImportError:

@@ -1,4 +1,4 @@
-"""`rewarm demo`: a chat with Pocket, and what each turn of it reused."""
+"""`rewarm demo`: a chat with Pocket that shows what each turn reused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUESTIONS = (
 )
 EDITED = "And the door code?"
 CHUNK = 64
-"""Tokens of a chunk: short, so that a short chat has several."""
+"""Tokens of a chunk. It is short, so that a short chat has several."""
 LONGEST_ANSWER = 192
 BAR = 16
 

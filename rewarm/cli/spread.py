@@ -15,7 +15,7 @@ import typer
 from rewarm.errors import InvalidOption
 
 TYPED = (bool, int, int | None, str, str | None)
-"""Types that Typer reads. A field of another one is read as a text."""
+"""Types that Typer reads. A field of another type is read as text."""
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
@@ -63,12 +63,12 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, kind: str) -> Parameter
 
 
 def _is_json(field: dataclasses.Field[Any]) -> bool:
-    """Only a mapping has no default but a way to make one."""
+    """Say whether a field is a mapping. Only a mapping has a `default_factory` and no default."""
     return field.default is dataclasses.MISSING
 
 
 def _made(kind: Any, fields: list[dataclasses.Field[Any]], given: dict[str, Any]) -> Any:
-    """Take the fields of a dataclass out of the options given, and make it of them."""
+    """Take the fields of a dataclass out of the given options, and make the dataclass."""
     values = {field.name: given.pop(field.name) for field in fields}
     for field in filter(_is_json, fields):
         values[field.name] = _json_object(_flag(field), values[field.name])

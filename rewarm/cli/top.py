@@ -24,7 +24,7 @@ MOST_RUNNING, MOST_RECENT, MOST_PREFIXES = 12, 8, 6
 """Rows of the tables."""
 
 Seen = dict[str, Any]
-"""A part of what `/v1/live` says."""
+"""A part of the reply of `/v1/live`."""
 
 
 def top(
@@ -56,7 +56,7 @@ def top(
 
 
 def frame(seen: Seen, note: str = "") -> RenderableType:
-    """Make one picture of what `/v1/live` says."""
+    """Make one picture of the reply of `/v1/live`."""
     parts: list[RenderableType] = [_head(seen)]
     if note:
         parts.append(Text(f"{note}; what follows is older", style="red"))
@@ -206,7 +206,7 @@ def _last(text: str, style: str = "") -> Text:
 
 
 def _bar(parts: list[tuple[int, str]], whole: int) -> Text:
-    """Draw cells in proportion. A part that is not empty has at least one."""
+    """Draw cells in proportion. A part that is not empty has at least one cell."""
     bar, left = Text(), BAR
     for size, style in parts:
         cells = min(left, max(round(BAR * size / whole), 1) if size and whole else 0)

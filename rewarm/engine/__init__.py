@@ -1,4 +1,4 @@
-"""The one thread that runs the model: requests in, tokens out."""
+"""The engine runs the model on one thread: it takes requests and gives tokens."""
 
 from .core import Core, EngineParts
 from .engine import Engine

@@ -1,4 +1,4 @@
-"""The engine without a thread: messages in, one turn at a time."""
+"""The engine without its thread: it takes messages, and does one turn at a time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class EngineParts(NamedTuple):
 
 
 class Core:
-    """Takes requests from any thread, and answers through their sinks when it is turned.
+    """The core takes requests from any thread, and answers through their sinks when it is turned.
 
     Its owner makes it, turns it and closes it, all on one thread:
 
@@ -95,15 +95,15 @@ class Core:
         decoder: type[Decoder] = Batch,
         rehearse: Callable[[Runner], None] = lambda runner: None,
     ) -> None:
-        """`owned`: no other code has the model, or changes it. `follows`: it is turned by `follow`
-        alone, and posts no message by itself. `bounded`: what is longer than the model's context is
-        refused. `rehearse` is called with a runner before memory is measured. Where `max_batch` is
-        1, no batch is tried out."""
+        """`owned`: no other code holds or changes the model. `follows`: it is turned by `follow`
+        alone, and posts no message by itself. `bounded`: prompts longer than the model's context
+        are refused. `rehearse` is called with a runner before memory is measured. Where `max_batch`
+        is 1, no batch is tried out."""
         self.options = options or EngineOptions()
         self.model, self.tokenizer, self.cache = parts
         self.on_turn: Callable[[Sequence[Message]], None] | None = None
-        """Called before each turn with the messages that it takes. Given to `follow`, one list
-        after the other, these make another core of the same model do the same."""
+        """Called before each turn with the messages that it takes. Another core of the same model
+        does the same turns when its `follow` gets these lists one after the other."""
         self.stopping = False
         self._inbox = Inbox()
         with mx.stream(STREAM):
@@ -119,8 +119,8 @@ class Core:
             most, room = self.options.max_batch, self.options.room or auto_size()
             window = self.cache.layout.shortest_window
             scheduler = Scheduler[Running](most, room, self.cache.chunk, window, decoder.most)
-            # Not a method of this core: the core and its cache are then freed without a
-            # collector.
+            # The loop gets no method of this core: that would be a circle of references, which
+            # keeps the core and its cache until the garbage collector runs.
             self._loop = Loop(runner, scheduler, unheard if follows else self._inbox.post)
 
     def _made_runner(self, decoder: type[Decoder]) -> Runner:
@@ -128,7 +128,7 @@ class Core:
         try:
             batched = several and decodes_in_batches(model, cache.blank, self._vocabulary)
         except Exception as error:
-            # Nothing else has run it yet: its config fits its weights, and makes no sense.
+            # The model runs here for the first time. Its config fits the weights, but is wrong.
             raise CannotLoad(f"it fails when it is run ({error})") from error
         if several and not batched:
             log.warning(
@@ -141,7 +141,7 @@ class Core:
     # From any thread.
 
     def submit(self, request: Request) -> None:
-        """Queue a request, or say at once why it cannot be answered."""
+        """Queue a request. Raises an error at once if it cannot be answered."""
         tokens = checked_tokens(request.tokens, self._vocabulary)
         checked(request.sampling, self._vocabulary)
         for name, value in (("max_tokens", request.max_tokens), ("n", request.n)):
@@ -187,23 +187,22 @@ class Core:
             self._inbox.post(MarkIdle(self._checked(path)))
 
     def match(self, path: PromptPath) -> Future[Match]:
-        """Find how much of a prompt could be reused, as of the next turn. Waits for lower tiers."""
+        """Find how much of a prompt could be reused at the next turn. Waits for lower tiers."""
         path = self._checked(path)
         return self._ask(FindMatch(path, self._below(path)))
 
     def explain(self, path: PromptPath, other_salts: Sequence[str] = ()) -> Future[Missed]:
-        """Find why not more of a prompt could be reused, as of the next turn. Waits for lower
-        tiers."""
+        """Find why no more of a prompt could be reused at the next turn. Waits for lower tiers."""
         path = self._checked(path)
         return self._ask(Explain(path, self._below(path), tuple(other_salts)))
 
     def clear(self, *, give_back: bool = True) -> Future[Sequence[Future[None]]]:
         """Forget everything that is stored. Running requests go on, and store nothing more. The
-        result is what lower tiers still have to delete."""
+        result has a future for each deletion that lower tiers still have to do."""
         return self._ask(Clear(give_back))
 
     def resize(self, memory: int | str) -> Future[None]:
-        """Give the cache another budget; what no longer fits goes at once, except what is used."""
+        """Give the cache another budget. It evicts the excess at once, except what is in use."""
         return self._ask(Resize(parse_size(memory) if memory != "auto" else auto_size()))
 
     def post(self, message: Message) -> None:
@@ -261,8 +260,8 @@ class Core:
             self._loop.turn()
 
     def recover(self, error: BaseException, *, keep: bool = True) -> None:
-        """Go on after a turn that raised, with nothing running. Requests that can start over do so;
-        the others fail with the error, and all of them where not `keep`."""
+        """Go on after a turn that raised, with nothing running. Requests that can start over do so,
+        and the others fail with the error. Without `keep`, all fail."""
         self._loop.restart(error, keep=keep)
 
     def close(self) -> None:
@@ -272,7 +271,7 @@ class Core:
             left = self._inbox.waiting()
         with mx.stream(STREAM):
             self._loop.take(Close())
-            evaluate(self.model)  # what is left lazy could never be evaluated elsewhere
+            evaluate(self.model)  # another thread could never evaluate what is still lazy
         for message in left:
             if isinstance(message, Question) and not message.answer.done():
                 message.answer.set_exception(NotReady("the server was stopped"))

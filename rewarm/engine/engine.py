@@ -1,4 +1,4 @@
-"""The thread that runs a model: loading, turning, starting again, stopping."""
+"""Run a model on one thread: load it, turn the loop, recover from failures, stop."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ FAILURES = 3
 """The failed turns in a row after which waiting requests are turned away too."""
 
 PATIENCE = 2.0
-"""The seconds of trying the model out after which a line in the log says what takes so long."""
+"""The seconds after which the log says that the model is still being tried out."""
 
 QUIET = (1.0, 10.0)
-"""The seconds without work after which the durable part of the cache, and then all of it, is
-written to lower tiers."""
+"""The seconds without work after which the durable part of the cache is written to lower tiers, and
+the seconds after which all of it is."""
 
 LAST_STEPS = 10.0
 """The most seconds that a thread has for its last steps once its work is over."""
@@ -91,8 +91,8 @@ class Engine:
         return self._core
 
     def stop(self, grace: float = 0.0) -> None:
-        """Take no more requests; those that run end by themselves, or by force after `grace`
-        seconds; then the thread ends."""
+        """Take no more requests, and wait for the thread to end. Requests that still run after
+        `grace` seconds are ended by force."""
         if not self._thread.ident:
             self._state, self.detail = "stopped", "the server was stopped"
             return
@@ -111,7 +111,7 @@ class Engine:
             with self._trying_out():
                 core = Core(parts, self.options, owned=True, rehearse=self._rehearse)
         except BaseException as error:
-            known = isinstance(error, RewarmError)  # says by itself what is wrong
+            known = isinstance(error, RewarmError)  # its message says what is wrong
             log.error("the model could not be loaded", exc_info=None if known else error)
             self._state, self.detail = "failing", f"the model could not be loaded: {error}"
             self._settled.set()
@@ -139,12 +139,11 @@ class Engine:
                 rehearse(runner)
             except Exception:
                 log.exception("a first prompt could not be tried out; the first ones will be slow")
-        gc.collect()  # a cache is a circle of references, and memory is measured next
+        gc.collect()  # a cache has circular references, and memory is measured next
 
     @contextmanager
     def _trying_out(self) -> Iterator[None]:
-        """Say what is done while MLX compiles what requests need, and log it where it takes
-        long."""
+        """Set `detail` while MLX compiles what requests need, and log it if that takes long."""
         self.detail = "the model is being tried out"
         slow = threading.Timer(
             PATIENCE,
@@ -164,8 +163,8 @@ class Engine:
         while True:
             if core.wait(waits.popleft() if waits else None):
                 return core.has_requests or not core.stopping
-            # A crash now would lose what was never written. First what is sure to be asked again:
-            # the rest of a chat that goes on would soon be written anew.
+            # A crash would lose what was never written. The durable part is written first, since
+            # the next turn needs it; the rest of a chat that goes on changes again soon.
             if not core.cache.flush(wait=False, durable=bool(waits)) and not waits:
                 waits.append(QUIET[-1])
 
@@ -177,9 +176,9 @@ class Engine:
 
 
 def _end_streams() -> None:
-    """Wait for what this thread gave to MLX, such as what a failed load left behind: a process that
-    ends meanwhile aborts, or never ends."""
-    with suppress(RuntimeError):  # what fails there belongs to no request
+    """Wait for the work that this thread gave to MLX, such as the rest of a failed load: a process
+    that ends meanwhile aborts, or never ends."""
+    with suppress(RuntimeError):  # this work belongs to no request
         mx.synchronize(STREAM)
     mx.clear_streams()
 
@@ -187,9 +186,9 @@ def _end_streams() -> None:
 def _await_end(thread: threading.Thread) -> None:
     """Wait until the system has ended a thread that was joined.
 
-    Up to Python 3.12, `join` returns before. The thread then frees what MLX keeps for each thread
-    (the random key, which every new model uses) and takes Python's lock for it. Where Python is
-    ending by then, glibc aborts the process: "terminate called without an active exception"."""
+    Up to Python 3.12, `join` returns before that. The thread then frees what MLX keeps for each
+    thread (the random key, which every new model uses), and takes Python's lock to do so. If Python
+    is ending by then, glibc aborts the process: "terminate called without an active exception"."""
     deadline = time.monotonic() + LAST_STEPS
     while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < deadline:
         time.sleep(0.001)

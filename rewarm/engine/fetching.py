@@ -1,4 +1,4 @@
-"""Prompts whose state lies below memory: they wait for it while others go on."""
+"""Fetch the state of prompts from lower tiers, while other requests go on."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .scheduler import Scheduler
 log = logging.getLogger("rewarm.engine")
 
 TELL_EVERY = 0.25
-"""The seconds between two times that a client is told how far a fetch is."""
+"""The seconds between two reports to a client on a fetch."""
 
 
 class Post(Protocol):
     def __call__(self, message: Message, at: float | None = None, /) -> None:
-        """Leave a message; `at`: by `time.monotonic`, when it becomes due."""
+        """Leave a message. It becomes due at the time `at` of `time.monotonic`."""
 
 
 def unheard(message: Message, at: float | None = None) -> None:
-    """Post nothing: for a loop that hears of the end of its fetches in another way, or has none."""
+    """Post nothing: a loop uses this if it learns the end of its fetches elsewhere, or has none."""
 
 
 class Fetching:
-    """Begins fetches, and takes the messages about them. All on the engine's thread.
+    """Begin fetches, and take the messages about them, on the engine's thread.
 
-    Whatever a clock or another thread decides becomes a message, and has its effect when that is
-    taken.
+    What a clock or another thread decides is posted as a message, and takes effect only when the
+    message is taken.
     """
 
     def __init__(self, cache: PrefixCache, scheduler: Scheduler[Running], post: Post) -> None:
@@ -42,17 +42,17 @@ class Fetching:
         self._scheduler = scheduler
         self._post = post
         self._late: dict[int, Fetch] = {}
-        """Fetches that no sequence waits for any more, by the sequence that did."""
+        """Fetches that came too late, by the sequence that waited for them."""
 
     def begin(self, running: Running) -> None:
-        """Ask lower tiers for a prompt, as long as that may be faster than computing it."""
+        """Ask lower tiers for a prompt. It waits no longer than computing it would take."""
         number, pace = running.id, running.pace or 0.0
 
         def late_after(tokens: int) -> None:
             self._post(FetchLate(number), time.monotonic() + tokens * pace)
 
         def worth(tokens: int, nbytes: int) -> bool:
-            late_after(tokens)  # now it is known how many they are
+            late_after(tokens)  # only now is their number known
             return True
 
         running.pace = None  # once is enough
@@ -96,7 +96,7 @@ class Fetching:
                     self._post(FetchLate(number))
 
     def close(self) -> None:
-        """Give up what no sequence waits for."""
+        """Cancel the fetches that no sequence waits for."""
         for fetch in self._late.values():
             fetch.cancel()
 

@@ -16,13 +16,14 @@ class Inbox:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        """It is held while the inbox changes: its holder sees no message come."""
+        """The lock of the inbox. No message comes while a thread holds it."""
         self._posted: deque[Message] = deque()
         self._later: list[tuple[float, int, Message]] = []
         self._count = 0
 
     def post(self, message: Message, at: float | None = None) -> None:
-        """Leave a message, from any thread. `at`: by `time.monotonic`, when it becomes due."""
+        """Leave a message, from any thread. It becomes due at the time `at` of
+        `time.monotonic`."""
         with self.changed:
             if at is None:
                 self._posted.append(message)
@@ -32,9 +33,9 @@ class Inbox:
             self.changed.notify_all()
 
     def waiting(self) -> Sequence[Message]:
-        """The messages that are due now. They stay here until each is `taken`."""
+        """Give the messages that are due now. They stay here until each is `taken`."""
         if not self._posted and not self._later:
-            return ()  # without the lock: a turn that only decodes asks here, too
+            return ()  # every turn asks this: it must not take the lock for nothing
         with self.changed:
             while self._later and self._later[0][0] <= time.monotonic():
                 self._posted.append(heapq.heappop(self._later)[2])

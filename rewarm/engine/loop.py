@@ -39,13 +39,14 @@ class EngineStats:
     decoding: int = 0
     warm_waiting: int = 0
     prefilled_tokens: int = 0
-    """Prompt tokens computed for requests since the start; warm-ahead apart."""
+    """Prompt tokens computed for requests since the start, without warm-ahead."""
     warm_tokens: int = 0
     restarts: int = 0
 
 
 class Loop:
-    """Takes messages and turns. Everything but `stats` runs on the engine's thread."""
+    """The loop takes messages and does turns. Everything but `stats` runs on the engine's
+    thread."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler[Running], post: Post) -> None:
         """`post` leaves a message for a later turn, from any thread."""
@@ -63,8 +64,8 @@ class Loop:
         return self.scheduler.jobs
 
     def stats(self, messages: Sequence[Message]) -> EngineStats:
-        """Count what runs, what waits, and what these messages will add. For any thread: it reads
-        a copy of the list of jobs, and one attribute of each."""
+        """Count what runs, what waits, and what these messages will add. Any thread may call it: it
+        reads a copy of the list of jobs, and one attribute of each."""
         jobs = list(self.scheduler.jobs.values())
         stages = [j.stage for j in jobs if not j.warm]
         return EngineStats(
@@ -80,12 +81,13 @@ class Loop:
         )
 
     def take(self, message: Message) -> None:
-        """Note what a message asks for."""
+        """Carry out a message: queue, stop, or answer what it asks for."""
         match message:
             case Submit():
                 self._submit(message)
             case Warm(path):
-                # The last token of a prompt is left to its first step, which warm-ahead has not.
+                # The last token of a prompt is computed by the first decode step. Warm-ahead has
+                # no such step, so one more token is added.
                 prompt = np.append(path.tokens, np.int32(0))
                 request = Request(prompt, Silent(), 0, boundaries=path.boundaries, salt=path.salt)
                 number = next(self._numbers)
@@ -119,14 +121,14 @@ class Loop:
                 request=request,
                 choice=choice,
                 submitted=message.at,
-                # The other answers find what the first one's prompt left in memory.
+                # What is fetched for the first answer is then in memory for the others.
                 pace=message.pace if choice == 0 else None,
             )
             if self.requests.has(running):  # none of its answers has failed
                 self._queue(running)
 
     def _queue(self, running: Running) -> None:
-        """Have a sequence wait for its turn."""
+        """Match a sequence's prompt, and let it wait for its turn."""
         cache, tokens, request = self.runner.cache, running.tokens, running.request
         try:
             match = cache.match(tokens, running.salt, request.boundaries, tiers=False)
@@ -158,8 +160,8 @@ class Loop:
             self._prefill(piece)
 
     def restart(self, error: BaseException, *, keep: bool) -> None:
-        """Begin anew with nothing, after a turn that failed as a whole. What can start over does
-        so; the rest has failed, everything where not `keep`."""
+        """Drop everything that ran, after a turn that failed as a whole. Sequences that can start
+        over do so, and the others fail. Without `keep`, all fail."""
         self._restarts += 1
         self.runner.forget_batches()
         for running in self.requests.restart(error, keep=keep):
@@ -173,7 +175,7 @@ class Loop:
                 case "forget":
                     self.requests.leave([running])
                 case "pause":
-                    # What was warmed stays, and the rest is begun again later.
+                    # What was warmed stays stored, and the rest is computed later.
                     self.runner.leave([running])
                     self.scheduler.paused(running.id)
                 case "fetch":
@@ -265,8 +267,8 @@ class Loop:
             self.requests.leave([running], "stop")
 
     def _start_over(self, failed: Failed) -> None:
-        """A batch failed. Its sequences go back to what the tree holds of them and decode alone
-        from there: the one that caused it fails alone then, and the others lose nothing."""
+        """Start the sequences of a failed batch over, from what the tree holds of them. Each then
+        decodes alone: the one that caused the failure fails alone, and the others lose nothing."""
         for each in failed.ids:
             running = self.scheduler.jobs.get(each)
             if running is None:

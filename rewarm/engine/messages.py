@@ -1,7 +1,7 @@
 """The messages that an engine takes: all that changes its cache or its queue.
 
-A message is plain data, and carries what would differ where it is taken again: times, seeds and
-estimates. So the turns of an engine depend on its messages and on nothing else.
+A message is plain data. It carries the times, seeds and estimates that would differ in another run.
+So the turns of an engine depend on its messages and on nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class PromptPath:
-    """A prompt, as the cache is asked for it."""
+    """The part of a prompt that the cache needs."""
 
     tokens: Tokens
     boundaries: Sequence[Boundary] = ()
@@ -32,14 +32,14 @@ class PromptPath:
 
 @dataclass(frozen=True, eq=False)
 class Submit:
-    """Answer a request, which was checked, and has its seed."""
+    """Answer a request. It was checked, and its seed is set."""
 
     request: Request
     at: float
     """The time at which it was posted, by `time.perf_counter`."""
     pace: float | None = None
-    """The seconds that a prompt token takes to compute, as far as was known then; None where there
-    is no tier below memory that could give it instead."""
+    """The seconds that a prompt token takes to compute, as estimated at that time; None where the
+    cache has no lower tier."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class MarkIdle:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Question(Generic[T]):
-    """A message that has an answer, which the cache knows."""
+    """A message that the cache answers."""
 
     answer: Future[T] = field(default_factory=Future)
 
@@ -80,7 +80,7 @@ class FindMatch(Question[Match]):
 
     path: PromptPath
     below: Sequence[Found] = ()
-    """The answers of lower tiers, which were asked where the message was made."""
+    """The answers of lower tiers, which were asked before the message was posted."""
 
     def asked_of(self, cache: PrefixCache) -> Match:
         path = self.path
@@ -89,7 +89,7 @@ class FindMatch(Question[Match]):
 
 @dataclass(frozen=True, eq=False)
 class Explain(Question[Missed]):
-    """Say why not more of a prompt could be reused now."""
+    """Say why no more of a prompt could be reused now."""
 
     path: PromptPath
     below: Sequence[Found] = ()
@@ -104,7 +104,8 @@ class Explain(Question[Missed]):
 
 @dataclass(frozen=True, eq=False)
 class Clear(Question[Sequence[Future[None]]]):
-    """Forget everything that is stored. The answer is what lower tiers still have to delete."""
+    """Forget everything that is stored. The answer has a future for each deletion that lower tiers
+    still have to do."""
 
     give_back: bool = True
 
@@ -128,12 +129,12 @@ class Fetched:
 
     sequence: int
     came: bool
-    """They gave something. Where they did not, the prompt is computed."""
+    """They gave something. If not, the prompt is computed."""
 
 
 @dataclass(frozen=True)
 class FetchLate:
-    """Compute a prompt that is still being fetched: that is the faster way now. What comes later is
+    """Compute a prompt that is still being fetched, since that is faster now. What still comes is
     kept for later requests."""
 
     sequence: int
@@ -141,7 +142,7 @@ class FetchLate:
 
 @dataclass(frozen=True)
 class FetchMoved:
-    """Tell how far a prompt is that is being fetched."""
+    """Report how far the fetch of a prompt is."""
 
     sequence: int
     nbytes: int = 0

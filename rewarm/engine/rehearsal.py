@@ -1,4 +1,4 @@
-"""The prompts that a server answers for itself before it says that it is ready."""
+"""The prompts that an engine runs before it is ready, so that no client waits for compilation."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ REHEARSED, REHEARSED_ON_CPU = 403, 139
 """The tokens of the longest prompt. On a CPU they cost time at every start, and longer ones compile
 nothing more."""
 MANY, FEW = 40, 3
-"""The tokens that the second and the third prompt have more than the one before. A few tokens go
-another way through accel/ than many."""
+"""The tokens by which the second prompt is longer than the first, and the third than the second. A
+few tokens take another path through accel/ than many."""
 ANSWERED = 5
 """The tokens of an answer: enough for all three to decode together."""
 REHEARSED_IN = "4GB"
-"""The memory that it may take."""
+"""The memory that the rehearsal's cache may take."""
 DRAWN = Sampling(temperature=1.0, top_p=0.9, top_k=40, min_p=0.01, seed=0)
 
 
 def rehearse(runner: Runner) -> None:
-    """Answer three prompts together, each going on from the one before, in a cache of their own.
+    """Answer three prompts together in a cache of their own. Each prompt goes on from the last one.
 
-    MLX compiles most of what it runs when it is first used, for a second or two each: this does it
-    before anybody waits for an answer. What fails is logged, as for any request.
+    MLX compiles most functions at their first use, which takes a second or two each. A failure is
+    logged, as for any request.
     """
     cache = PrefixCache(runner.model, memory=REHEARSED_IN, make_cache=runner.cache.blank)
     alone = Runner(runner.model, cache, runner.vocabulary, runner.costs, runner.batched)

@@ -1,4 +1,4 @@
-"""A request as the engine sees it: tokens in, tokens out. Its caller makes text of them."""
+"""The engine's requests. They have tokens and no text: the caller converts between the two."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from rewarm.values import (
 
 
 class Sink(Protocol):
-    """Takes the results of a request, on the engine's thread: every method returns soon and never
-    blocks."""
+    """A sink takes the results of a request, on the engine's thread. Every method must return soon
+    and never block."""
 
     def prefilled(self, done: int, total: int) -> None:
-        """Say how many prompt tokens are in the caches, and how many there are. First called when
-        the prefill starts, or the fetch of what it goes on from."""
+        """Take the number of prompt tokens that are ready, and of all. The first call comes when
+        the prefill starts, or the fetch before it."""
 
     def token(self, choice: int, sampled: Sampled) -> bool:
-        """Take one token of an answer, its end-of-text token too. Returning True ends this
+        """Take one token of an answer, also its end-of-text token. Return True to end this
         choice."""
 
     def ended(self, choice: int, reason: Finish) -> None:
         """Say that this choice gets no more tokens."""
 
     def done(self, report: Cost) -> None:
-        """Say that every choice has ended, by itself or by cancel. The last call, unless `failed`
-        is."""
+        """Say that every choice has ended, by itself or by cancel. The last call is this one or
+        `failed`."""
 
     def failed(self, error: Exception) -> None:
         """Say that the request cannot be answered. The last call."""
@@ -44,7 +44,7 @@ _numbers = itertools.count(1)
 
 
 class Silent:
-    """Drops all results."""
+    """A sink that drops all results."""
 
     def prefilled(self, done: int, total: int) -> None: ...
     def token(self, choice: int, sampled: Sampled) -> bool:
@@ -57,7 +57,7 @@ class Silent:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt, and the answers that are wanted."""
+    """One prompt, and options for its answers."""
 
     tokens: Tokens
     sink: Sink
@@ -78,8 +78,8 @@ class Request:
     """The end of the thinking; empty where the answer starts with `opening`."""
     salt: str | None = None
     hint: float = 1.0
-    """Above 1: this prompt is likelier than others to be asked for again."""
+    """A value above 1 means that this prompt is likelier than others to come again."""
     name: str = ""
     """A name for the log."""
     id: int = field(default_factory=lambda: next(_numbers))
-    """A number of its own, by which it is cancelled."""
+    """A unique number, by which the request is cancelled."""

@@ -24,11 +24,11 @@ class _Open:
     remaining: int
     """The answers that have not ended."""
     report: Cost | None = None
-    """The cost of the first choice: the others resume where it got to."""
+    """The cost of the first choice. The others reuse its prompt."""
 
 
 class Requests:
-    """Every open request hears exactly once that it is done or has failed."""
+    """The open requests. The sink of each is told exactly once that it is done or has failed."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler[Running]) -> None:
         self._runner = runner
@@ -47,22 +47,23 @@ class Requests:
         self._open[request.id] = _Open(request, request.n)
 
     def sequences(self, request: int) -> list[Running]:
-        """The sequences of a request."""
+        """Give the sequences of a request."""
         return [s for s in self._jobs.values() if s.request.id == request]
 
     def leave(self, sequences: Collection[Running], reason: Finish = "cancelled") -> None:
-        """Store, forget and tell: these are done. `reason`: of those that have not ended yet."""
+        """Store what these sequences computed, forget them, and tell their sinks. `reason` is for
+        those that have not ended yet."""
         sequences = [s for s in sequences if s.id in self._jobs]
         reports = [s.report() for s in sequences]
         for running in sequences:
-            running.ended = running.ended or reason  # whatever fails from here on
+            running.ended = running.ended or reason  # also if something fails below
         self._runner.leave(sequences)
         for running, report in zip(sequences, reports, strict=True):
             self._remove(running.id)
             self._end(running, report)
 
     def fail(self, running: Running, error: BaseException) -> None:
-        """An error belongs to its request, and ends all of it."""
+        """End all answers of a sequence's request with an error."""
         log.error("%s failed", running, exc_info=error)
         for each in [running, *self.sequences(running.request.id)]:
             self._runner.leave([each], keep=False)
@@ -70,7 +71,7 @@ class Requests:
         self._fail(running.request, error)
 
     def restart(self, error: BaseException, *, keep: bool) -> Iterator[Running]:
-        """End what a turn that failed as a whole has left. Gives those that start over."""
+        """End the sequences of a turn that failed as a whole. Returns those that start over."""
         running = list(self._jobs.values())
         for each in running:
             ran = each.lease is not None
@@ -108,7 +109,7 @@ class Requests:
 
 
 def _tell(call: Callable[..., None], *details: Any) -> None:
-    """A sink that fails has only itself to blame."""
+    """Call a sink. If it raises, that is logged and changes nothing else."""
     try:
         call(*details)
     except Exception:

@@ -1,4 +1,4 @@
-"""Carries plans out on the model. Everything here runs on the engine's thread."""
+"""Carry out plans on the model. Everything here runs on the engine's thread."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from .scheduler import Piece
 log = logging.getLogger("rewarm.engine")
 
 CLEAR_AFTER = 2048
-"""The positions computed between two times that MLX gives free buffers back."""
+"""The number of computed positions after which MLX gives free buffers back."""
 
 CUDA_KEEPS = 1 / 8
-"""The share of a CUDA GPU's memory that free buffers may take: making new ones takes longer than
-what is done with them. MLX gives them back by itself where this process needs the memory."""
+"""The share of a CUDA GPU's memory that free buffers may take: making a new buffer takes longer
+than the work on it. MLX gives them back by itself where this process needs the memory."""
 
 ONE_PASS, CUDA_ONE_PASS = 32, 256
-"""The most tokens of a last piece that is computed with the prompt's last token. That saves a pass,
-but the model computes the logits of all of them."""
+"""A last piece of fewer tokens is computed together with the prompt's last token. That saves a
+pass, but the model computes the logits of all these tokens."""
 
 PACE = 0.01
-"""The seconds that a prompt token is taken to need before any was computed."""
+"""The estimate of the seconds for a prompt token, before any was computed."""
 LEAST_TIMED = 64
 """The fewest tokens of a piece that is timed: shorter ones say little about others."""
 NEWEST = 0.3
-"""The share of the newest piece in the pace."""
+"""The weight of the newest piece in the pace."""
 
 MOST_ROOM = 4096
-"""The most tokens of an answer that a restored cache has room for; a longer one grows by
-copying."""
+"""The most tokens of an answer that a restored cache has room for. For a longer answer it is
+copied as it grows."""
 
 
 class Failed(NamedTuple):
@@ -62,7 +62,7 @@ class Decoded(NamedTuple):
 
 
 class Runner:
-    """Prefills one sequence at a time, decodes them together, and stores what they computed."""
+    """The runner prefills one sequence at a time, decodes in batches, and stores the results."""
 
     def __init__(
         self,
@@ -80,16 +80,17 @@ class Runner:
         self.batched = batched
         self.decoder = decoder
         self._shared: list[Decoder] = []
-        """Batches that several sequences share: usually one, and more where lengths differ so much
-        that padding would cost more."""
+        """Batches that several sequences share. Usually there is one; there are more where lengths
+        differ so much that padding would cost more."""
         self._alone: list[Decoder] = []
-        """Batches of one sequence each: of models that cannot share, and after a failure."""
+        """Batches of one sequence each: for models that decode wrongly in batches, and after a
+        failure."""
         self._opened: list[Decoder] = []
         """Batches of one sequence each that are about to be shared."""
         self.prefilled_tokens = 0
         self.warm_tokens = 0
         self.pace = PACE
-        """The seconds that a prompt token takes to compute, of late."""
+        """The seconds that a prompt token takes to compute, averaged over recent pieces."""
         self._one_pass = CUDA_ONE_PASS if is_cuda() else ONE_PASS
         self._since_clearing = 0
         self._kept = CUDA_KEEPS * device_bytes() if is_cuda() else 0
@@ -108,7 +109,7 @@ class Runner:
     def start(self, running: Running) -> int:
         """Match a prompt and restore what is known of it.
 
-        Returns the size below which its last piece goes through the prompt's last token, too."""
+        Returns a number of tokens: a last piece of fewer includes the prompt's last token."""
         running.started = running.started or time.perf_counter()
         request = running.request
         lease = self.cache.acquire(
@@ -124,14 +125,14 @@ class Runner:
         running.lease, running.fetching = lease, None
         running.cost = running.cost or lease.cost
         layout = self.cache.layout
-        # Where rows are all there is: else the same prompt again could not go on before it. And not
-        # beyond the cache's limit: a piece that ends there is cut where every other run cuts it.
+        # This needs a model with rows only: others could not resume before the last token when the
+        # prompt comes again. It is off beyond the cache's limit, where the cuts are fixed.
         only_rows = layout.has_rows and not layout.has_state and not layout.has_window
         fast = self.cache.reuse == "fast" and len(lease.tokens) <= self.cache.limit
         return self._one_pass if only_rows and fast and not running.warm else 0
 
     def mark(self, running: Running, positions: Iterable[int]) -> list[Cut]:
-        """Divide a prompt where others wait for it. Returns its cuts."""
+        """Divide a prompt at positions that other prompts wait for. Returns its cuts."""
         for position in sorted(positions):
             self.cache.mark(running.leased, position)
         return running.leased.cuts
@@ -158,14 +159,15 @@ class Runner:
         if running.warm:
             self.warm_tokens += chunk.size
         else:
-            # A token that was generated before a new start is none of the prompt's.
+            # After a new start, `tokens` ends with generated tokens, and the last one does not
+            # count as a prompt token.
             generated = running.admitted and lease.logits is not None
             self.prefilled_tokens += chunk.size - generated
         self.cache.commit(lease, piece.stop, checkpoint=piece.checkpoint)
         self._computed(chunk.size)
 
     def open(self, running: Running) -> Step:
-        """Take the first step of a sequence, alone: an error in it shows here."""
+        """Take the first step of a sequence alone, so that its own errors are found here."""
         lease, request = running.leased, running.request
         batch = self.decoder(
             self.model,
@@ -183,15 +185,15 @@ class Runner:
         if not running.admitted:
             running.admitted = True
             self.prefilled_tokens += lease.logits is None
-        # The batch has them now; held here too, they would be kept after it merged them.
+        # The batch holds them now. If the lease kept them too, they would outlive their merge.
         lease.caches, lease.logits = [], None
         shares = self.batched and not running.isolated
         (self._opened if shares else self._alone).append(batch)
         return batch.first()
 
     def join(self) -> list[Failed]:
-        """Put what was opened into batches. All that go into one batch do so together, since every
-        join copies the whole batch."""
+        """Put the opened sequences into batches. All newcomers of a batch join it at once, since
+        every join copies the whole batch."""
         groups = [[batch] for batch in self._shared]
         padded = self.cache.layout.has_rows
         for batch in self._opened:
@@ -213,7 +215,7 @@ class Runner:
         return failed
 
     def decode(self) -> Decoded:
-        """Take one step of every batch. One that fails is dissolved: it must not be continued."""
+        """Take one step of every batch. A batch that fails is dissolved, and must not go on."""
         decoded = Decoded([], [])
         self._computed(1)
         for batch in [*self._shared, *self._alone]:
@@ -225,8 +227,8 @@ class Runner:
         return decoded
 
     def _computed(self, positions: int) -> None:
-        """Count positions, and have MLX give back the buffers that it keeps. As contexts grow,
-        these are soon too small to be used again."""
+        """Count positions, and from time to time have MLX give back its free buffers. As contexts
+        grow, these are soon too small to be used again."""
         self._since_clearing += positions
         if self._since_clearing >= CLEAR_AFTER:
             self._since_clearing = 0
@@ -240,8 +242,8 @@ class Runner:
             batches[:] = [b for b in batches if gone.isdisjoint(b.ids)]
 
     def leave(self, sequences: Collection[Running], *, keep: bool = True) -> None:
-        """End the batches and leases of these sequences. What they computed is stored, where
-        `keep`."""
+        """End the batches and leases of these sequences. With `keep`, what they computed is
+        stored."""
         for running in sequences:
             running.stop_fetching()
             if keep:
@@ -280,7 +282,7 @@ class Runner:
             if running.generated:
                 self.store_answer(running, "answer")
         elif lease.position > lease.cost.match.resume and lease.caches:
-            # The prefill ends here, too early: without a checkpoint, recurrent layers lose it all.
+            # The prefill was stopped here. Without a checkpoint, recurrent layers could not resume.
             self.cache.commit(lease, lease.position, checkpoint="end")
 
     def _batch_of(self, running: Running) -> Decoder | None:

@@ -1,4 +1,4 @@
-"""A sequence that an engine computes, and where it stands."""
+"""A sequence that an engine computes, with its progress."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .scheduler import Job
 
 @dataclass(eq=False, kw_only=True)
 class Running(Job):
-    """One answer to a request, or a prompt that is warmed ahead: a job with all that it takes to
-    compute it."""
+    """One answer to a request, or a prompt that is warmed ahead: a job with everything that is
+    needed to compute it."""
 
     request: Request
-    """Warm-ahead has one too, which asks for no answer."""
+    """Warm-ahead has a request too, which asks for no answer."""
     choice: int = 0
     submitted: float = field(default_factory=time.perf_counter)
     generated: list[int] = field(default_factory=list)
     pace: float | None = None
-    """The seconds that a prompt token takes to compute; None where nothing is fetched instead."""
+    """The seconds that a prompt token takes to compute; None where lower tiers are not asked."""
     fetching: Fetch | None = None
     """Its fetch from lower tiers, while it waits for that."""
     unused: int = 0
@@ -34,7 +34,7 @@ class Running(Job):
     lease: Lease | None = None
     admitted: bool = False
     isolated: bool = False
-    """Set once its batch has failed: it then decodes alone, so that a second failure is its own."""
+    """Its batch has failed. It now decodes alone, so that a second failure is its own."""
     ended: Finish | None = None
     started: float | None = None
     first_token: float | None = None
@@ -65,7 +65,7 @@ class Running(Job):
         return self.lease
 
     def tell_progress(self) -> None:
-        """Tell the request's sink how far its prompt is."""
+        """Tell the request's sink how much of the prompt is ready."""
         if not self.generated and self.choice == 0:
             self.request.sink.prefilled(self.ready_tokens, len(self.request.tokens))
 
@@ -81,7 +81,7 @@ class Running(Job):
             self.fetching = None
 
     def report(self) -> Cost:
-        """The cost so far."""
+        """Give the cost so far."""
         now = time.perf_counter()
         started, first_token = self.started or now, self.first_token or now
         cost = self.cost or Cost(Match(len(self.request.tokens)))

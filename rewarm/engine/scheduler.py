@@ -1,11 +1,11 @@
-"""Decides which job computes next: what waits and how far it is goes in, a plan comes out.
+"""Decide which job computes next. The scheduler is told what happened, and gives a plan.
 
 It is pure: there is no model, no clock and no thread here, so the policy is tested with thousands
-of simulated requests. Time is counted in prompt tokens that were prefilled for anyone.
+of simulated requests. Time is counted in prefilled prompt tokens of all jobs.
 
-A turn is planned in two phases. `preparation` names, one after the other, what must be done before
-the rest can be planned: what the tree gives a prompt decides where its pieces end. Then `plan` says
-all that is computed in the turn.
+A turn is planned in two phases. First, `preparation` names one by one the things that must be done
+before the rest can be planned: the match of a prompt, for example, decides where its pieces end.
+Then `plan` says all that is computed in the turn.
 """
 
 from __future__ import annotations
@@ -18,51 +18,51 @@ from rewarm.cache.tree import WIDTH, agreement
 from rewarm.values import Cut, Kind
 
 AGEING = 4
-"""A prompt is overtaken by about this many times its own work, and no more."""
+"""Other prompts overtake a prompt with at most about this many times its own work."""
 
 WORTH_WAITING = 16
-"""Tokens that another request must be about to compute for a job to wait for it."""
+"""The fewest tokens that a job waits for another request to compute."""
 
 MOST_WARM = 64
-"""The most warm-ahead that waits; beyond it the oldest is forgotten."""
+"""The most warm-ahead jobs that wait. With one more, the oldest is forgotten."""
 
 OVER = -1
 """The position, in a plan, of a job that has nothing left to prefill."""
 
 MOST_FETCHING = 4
-"""The most prompts that are fetched at once, with those that are fetched and have not started."""
+"""The most prompts that are being fetched, or were fetched and have not started."""
 
 Stage = Literal["waiting", "fetching", "prefilling", "ready", "decoding"]
 
 
 @dataclass(eq=False)
 class Job:
-    """A sequence, as far as its turn is concerned."""
+    """The part of a sequence that the scheduler needs."""
 
     id: int
     data: bytes = b""
-    """The prompt, encoded as the tree does: for finding what two prompts share."""
+    """The prompt, encoded as in the tree, to find what two prompts share."""
     stop: int = 0
     """The tokens to prefill; the last one of a prompt is left to its first decode step."""
     known: int = 0
     """The tokens that the tree could give at the last look."""
     salt: str | None = None
     nbytes: int = 0
-    """The bytes that it will take to run, reserved when its prefill starts."""
+    """The bytes that it needs to run. They are reserved when its prefill starts."""
     warm: bool = False
     """It is warm-ahead, which runs when there is nothing else."""
     fetch: bool = False
     """Lower tiers are asked before it starts."""
     fetched: bool = False
-    """It holds what was fetched for it."""
+    """Its fetch is done, and holds memory."""
     stage: Stage = "waiting"
     position: int = 0
     cuts: Sequence[Cut] = ()
     """The places where its prefill is divided, once it has started."""
     one_pass: int = 0
-    """A last piece of fewer tokens than this goes through the prompt's last token, too."""
+    """A last piece of fewer tokens than this includes the prompt's last token."""
     unstored: int = 0
-    """The tokens that were decoded since its answer was stored last."""
+    """The tokens that were decoded since its answer was last stored."""
     arrived: int = 0
     leader: Job | None = None
     """The earlier job that is about to compute what this one needs."""
@@ -82,7 +82,7 @@ class Job:
         return self.stage not in ("waiting", "fetching")
 
     def piece(self, start: int) -> Piece:
-        """The next piece of its prompt."""
+        """Give the next piece of its prompt."""
         cut = next((c for c in self.cuts if c.stop > start), Cut(start, None))
         done = cut.stop >= self.stop
         through = done and start < cut.stop and cut.stop - start < self.one_pass
@@ -114,7 +114,7 @@ class Preparation(NamedTuple):
     """Something that is done before a turn is planned.
 
     - forget: end warm-ahead that is too old
-    - pause: let a request go before warm-ahead, which begins again later; what it did is stored
+    - pause: stop warm-ahead for a request; what it computed is stored, and it goes on later
     - fetch: ask lower tiers for a prompt, which waits for the answer while others go on
     - start: match a prompt and restore what is known of it
     - mark: divide a prompt where others wait for it
@@ -132,17 +132,19 @@ class Plan(NamedTuple):
 
     admit: tuple[int, ...] = ()
     """Prefilled sequences that take their first step alone, and then enter a batch. One that fails
-    ends its request; where a batch cannot take newcomers, all of it start over, alone."""
+    ends its request. Where a batch cannot take newcomers, all of its sequences start over, each
+    alone."""
     store: tuple[int, ...] = ()
-    """Answers that are stored before a step overwrites what they need of their windows."""
+    """Answers that are stored now, before a step overwrites rows that their windows need."""
     decode: bool = False
-    """One step of all batches. Tokens go to their sinks; an answer that ends is stored and leaves;
-    the sequences of a batch that fails start over, alone."""
+    """One step of all batches. Tokens go to their sinks. An answer that ends is stored and leaves.
+    The sequences of a batch that fails start over, each alone."""
     prefill: tuple[Piece, ...] = ()
 
 
 class Scheduler(Generic[J]):
-    """Keeps the queue. The caller reports what happened; `plan` says what to do next."""
+    """The scheduler keeps the queue. The caller reports what happened, and `plan` says what to do
+    next."""
 
     def __init__(
         self, max_batch: int, room: int, chunk: int, window: int = 0, step: int = 1
@@ -159,7 +161,7 @@ class Scheduler(Generic[J]):
         self.jobs: dict[int, J] = {}
         self.clock = 0
         self.undecided: dict[int, J] = {}
-        """The jobs whose prompts are not computed yet. Those that decode cost a turn nothing."""
+        """The jobs whose prompts are not computed yet. The next piece is one of theirs."""
 
     def add(self, job: J) -> None:
         job.arrived = self.clock
@@ -174,7 +176,7 @@ class Scheduler(Generic[J]):
                 if shared - job.known < WORTH_WAITING:
                     continue
                 if other.warm:
-                    job.marks.add(shared)  # it has to let this one pass, and goes on from there
+                    job.marks.add(shared)  # warm-ahead waits for this job, and resumes there
                 else:
                     job.agrees[other.id] = shared
         self.jobs[job.id] = self.undecided[job.id] = job
@@ -204,7 +206,7 @@ class Scheduler(Generic[J]):
         self._follow(job)
 
     def started(self, job_id: int, position: int, cuts: Sequence[Cut], one_pass: int = 0) -> None:
-        """A job's prefill begins, at what was known of it."""
+        """A job's prefill begins at `position`."""
         job = self.jobs[job_id]
         job.cuts, job.one_pass, job.fetched = cuts, one_pass, False
         self._at(job, position, "prefilling")
@@ -215,7 +217,7 @@ class Scheduler(Generic[J]):
         self.jobs[job_id].marks.clear()
 
     def paused(self, job_id: int) -> None:
-        """A job that ran begins again later, from where it got to."""
+        """A job was stopped. It goes on later from its position."""
         job = self.jobs[job_id]
         job.known, job.position, job.stage = job.position, 0, "waiting"
 
@@ -239,7 +241,7 @@ class Scheduler(Generic[J]):
         self.jobs[job_id].unstored = 0
 
     def preparation(self) -> Preparation | None:
-        """The next thing to do before `plan`; None once there is none left."""
+        """Give the next thing to do before `plan`; None once there is none left."""
         undecided = self.undecided.values()
         warm = [j for j in undecided if j.warm]
         if len(warm) > MOST_WARM:
@@ -251,7 +253,7 @@ class Scheduler(Generic[J]):
             if job.stage == "prefilling" and job.marks:
                 return Preparation("mark", job.id)
         if sum(j.stage == "fetching" or j.fetched for j in undecided) < MOST_FETCHING:
-            # Only what is about to start: it holds memory from then on.
+            # Only jobs that are about to start are fetched, since what is fetched takes memory.
             soon = [j for j in self._by_urgency({}) if not j.has_started][:MOST_FETCHING]
             below = next((j for j in soon if j.fetch and self._may_start(j)), None)
             if below is not None:
@@ -278,9 +280,9 @@ class Scheduler(Generic[J]):
         return len(self.jobs) > len(self.undecided)
 
     def _pieces(self) -> tuple[list[Piece], J | None]:
-        """The pieces that share the time of one chunk: short prompts, and short pieces between two
-        checkpoints. They end before a job that would be next and has not started, which is given
-        with them, and where a job that waits for them can go on."""
+        """Give the pieces that share the time of one chunk: short prompts, and short pieces between
+        checkpoints. The pieces end where a waiting job can go on, and before the first job that has
+        not started; this job is returned too."""
         pieces: list[Piece] = []
         at: dict[int, int] = {}
         left = self.chunk
@@ -311,20 +313,20 @@ class Scheduler(Generic[J]):
         )
 
     def _next_request(self, at: Mapping[int, int]) -> J | None:
-        """The request that computes next. `at`: how far jobs will be by then, `OVER` where nothing
-        is left to prefill."""
+        """Give the request that computes next. `at` has the positions that jobs will have by then,
+        or `OVER` where nothing is left to prefill."""
         runnable = self._by_urgency(at)
         for job in runnable:
             if job.stage == "prefilling" or (not job.fetch and self._may_start(job)):
                 return job
             if not self._may_start(job):
-                # No new job goes before it, or it might never find the room it needs.
+                # No new job may start before it, or it might never find the room it needs.
                 return next((j for j in runnable if j.stage == "prefilling"), None)
         return None
 
     def _by_urgency(self, at: Mapping[int, int]) -> list[J]:
-        """Requests that wait for no other: shortest remaining first, with ageing; a leader counts
-        for those that wait for it."""
+        """Sort the requests that wait for no other: least remaining work first, with ageing. Jobs
+        that wait for a leader can make it more urgent."""
         urgency: dict[int, float] = {}
         queue = [
             j
@@ -344,7 +346,7 @@ class Scheduler(Generic[J]):
         return sorted(free, key=lambda j: urgency[j.id])
 
     def _at(self, job: J, position: int, stage: Stage) -> None:
-        """Move a job to `position`: those that waited for that go on."""
+        """Move a job to `position`. Jobs that waited for this go on."""
         job.position, job.stage = position, stage
         job.leader = None
         if stage != "prefilling":
@@ -355,7 +357,7 @@ class Scheduler(Generic[J]):
                 self._follow(follower)
 
     def _may_start(self, job: Job) -> bool:
-        """Say whether there is room to run one more. Alone, anything may try."""
+        """Say whether there is room to run one more. Where nothing runs, any job may start."""
         running = [j for j in self.jobs.values() if j.has_started and not j.warm]
         if not running:
             return True

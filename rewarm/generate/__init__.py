@@ -1,1 +1,1 @@
-"""Text in, events out."""
+"""Generate: a chat or a text goes in, events of its answer come out."""

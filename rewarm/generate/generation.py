@@ -1,4 +1,4 @@
-"""One request for text, followed to its end: tokens become text where they are made."""
+"""One request for text, from its prompts to its end. Tokens become text on the engine's thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("rewarm")
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Prompt tokens in the caches, and in all."""
+    """The number of prompt tokens that are ready, and of all."""
 
     run: int
     done: int
@@ -77,7 +77,7 @@ class Choice:
     sampled: list[Sampled] = field(default_factory=list)
     """All tokens, if every token or logprobs were asked for."""
     told: int = 0
-    """The number of them that deltas have told."""
+    """The number of `sampled` tokens that deltas have carried."""
     finish: str = "cancelled"
     first_at: float = 0.0
     last_at: float = 0.0
@@ -91,24 +91,24 @@ class PromptRun:
     that turns the engine."""
 
     number: int
-    """Choices are numbered through, from prompt to prompt."""
+    """The prompt's number. Choices are numbered across all prompts."""
     prompt: Prompt
     choices: list[Choice]
     options: GenerationOptions
     end_tokens: frozenset[int]
     emit: Emit
     between: Callable[[float], None] | None
-    """Told the seconds between two tokens of a choice."""
+    """Called with the seconds between two tokens of a choice."""
     echo: str = ""
     """The prompt's text, where it is part of the answers."""
     resumed: int | None = None
-    """Prompt tokens that the cache gave; None until the prefill starts."""
+    """Prompt tokens that were ready at the first call of `prefilled`; None before that."""
     position: int = 0
-    """Prompt tokens that are in the caches."""
+    """Prompt tokens that are ready."""
     cost: Cost | None = None
     error: Exception | None = None
     miss: dict[str, Any] | None = None
-    """The reason why not more of the prompt was reused, in words and figures."""
+    """The reason why no more of the prompt was reused, in words and figures."""
 
     def prefilled(self, done: int, total: int) -> None:
         if self.resumed is None or done != self.position:
@@ -125,7 +125,7 @@ class PromptRun:
         chosen.last_at = now
         chosen.tokens += 1
         piece = chosen.answer.add(sampled.token)
-        # Tokens that gave nothing yet belong to what comes out next.
+        # Tokens that gave no part yet count for the next part.
         chosen.silent += 1
         if piece.parts:
             if piece.parts[0].kind == "thinking":

@@ -1,4 +1,4 @@
-"""The one way from text to text: prompts in, events out."""
+"""Generate text. Every API and command does it this way."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ log = logging.getLogger("rewarm")
 
 class Pump(Protocol):
     def next(self, events: SimpleQueue[Event]) -> Event | None:
-        """Wait for the next event, on the reader's thread; None where it may take longer yet."""
+        """Wait for the next event, on the reader's thread. With None, call it again."""
 
 
 class ThreadPump:
-    """The engine has a thread of its own."""
+    """A pump for an engine that has a thread of its own."""
 
     def next(self, events: SimpleQueue[Event]) -> Event:
         return events.get()
 
 
 class CallerPump:
-    """The reader's own thread turns the engine.
+    """A pump that turns the engine on the reader's own thread.
 
-    What interrupts a turn ends all that runs, and is raised to the reader.
+    An exception in a turn ends all that runs, and is raised to the reader.
     """
 
     def __init__(self, core: Core) -> None:
@@ -53,12 +53,12 @@ class CallerPump:
         return None if events.empty() else events.get()
 
     def warm_up(self) -> None:
-        """Turn until all that was asked for ahead is computed."""
+        """Turn until all warm-ahead is computed."""
         while self.core.stats().warm_waiting:
             self.turn()
 
     def turn(self) -> None:
-        self.core.wait()  # what lies below memory may still be on its way
+        self.core.wait()  # a fetch from a lower tier may be under way
         try:
             self.core.turn()
         except BaseException as error:
@@ -67,15 +67,15 @@ class CallerPump:
 
 
 class NoToolCalls(InvalidOption):
-    """A tool call that is required of a model whose calls cannot be recognised."""
+    """A tool call is required, and this model's tool calls cannot be recognised."""
 
     param = "tool_choice"
 
 
 class Generator:
-    """An engine with what makes prompts of chats, and answers of tokens.
+    """A generator makes prompts of chats, runs them on an engine, and makes answers of tokens.
 
-    The engine may still be loading: until it is ready, what needs it raises NotReady.
+    The engine may still be loading: until it is ready, methods that need it raise NotReady.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Generator:
         warm_ahead: bool = True,
         between: Callable[[float], None] | None = None,
     ) -> None:
-        """`template`: options of the chat template where a chat does not say otherwise.
-        `max_answer`: tokens of an answer where no limit is asked for. `between` is told the
+        """`template`: options of the chat template, unless a chat sets others. `max_answer`: the
+        longest answer in tokens, unless another limit is asked for. `between` is called with the
         seconds between two tokens."""
         self.engine = engine
         self.pump = pump or ThreadPump()
@@ -128,7 +128,7 @@ class Generator:
         return self.events(self.start(asked, options))
 
     def start(self, asked: Chat | Text, options: GenerationOptions | None = None) -> Reading:
-        """Have something answered; `events` gives its events."""
+        """Start an answer. `events` gives its events."""
         generation = Reading(asked, options or GenerationOptions(stream=True))
         self.prepare(generation, generation.events.put)
         self.submit(generation)
@@ -155,7 +155,7 @@ class Generator:
     # Steps of an answer. The first takes a while; none of them waits for the engine.
 
     def prepare(self, generation: Generation, emit: Emit) -> None:
-        """Make the prompts, and what makes text of their answers. Events go to `emit`."""
+        """Make the prompts, and the objects that read their answers. Events go to `emit`."""
         asked, options = generation.asked, generation.options
         chat = generation.chat
         if chat is not None and chat.must_call and not self.tokenizer.has_tool_calling:
@@ -195,7 +195,7 @@ class Generator:
             self.core.cancel(request)
 
     def answered(self, generation: Generation, run: PromptRun) -> None:
-        """Get ready for the next turn, once a run is over. This takes a while."""
+        """Prepare the cache for the next turn, once a run is over. This takes a while."""
         chat = generation.chat
         if chat is None:
             return
@@ -235,7 +235,7 @@ class Generator:
         return [Prompt(checked_tokens(self._tokens(t), vocabulary)) for t in asked.prompts]
 
     def render(self, chat: Chat) -> Prompt:
-        # The grid of `exact` stands on the boundaries of every turn.
+        # The grid of `exact` uses the boundaries of every turn.
         every_turn = self.core.cache.reuse == "exact"
         return self.renderer.prompt(self._whole(chat), every_turn=every_turn)
 
@@ -255,7 +255,7 @@ class Generator:
     def _answer(self, prompt: Prompt, chat: Chat | None, options: GenerationOptions) -> Answer:
         return Answer(
             self.tokenizer,
-            # What the user writes opens no thinking: only the generation prompt does.
+            # Only the generation prompt can open the thinking, not a text of the user.
             prompt.tokens[prompt.generation :],
             tools=chat.tools if chat is not None else None,
             stop=options.stop,
@@ -266,8 +266,8 @@ class Generator:
 
     def _request(self, run: PromptRun, chat: Chat | None) -> Request:
         prompt, options = run.prompt, run.options
-        # The tokens that the prompt leaves of the context. Where it leaves none, the engine
-        # refuses it.
+        # The room that the prompt leaves in the context. If there is none, the engine refuses the
+        # request.
         left = max(1, self.core.context - len(prompt.tokens))
         must_call = chat is not None and chat.must_call
         return Request(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from rewarm.values import Sampling
 
 RETURNING = 2.0
-"""The hint of a prompt that says by itself that it will be asked for again."""
+"""The hint of a prompt whose client says that it will come again."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class GenerationOptions:
     salt: str | None = None
     """Prompts with different salts share nothing."""
     hint: float = 1.0
-    """Above 1: this prompt is likelier than others to be asked for again."""
+    """A value above 1 means that this prompt is likelier than others to come again."""
     stream: bool = False
-    """Tell the text as it comes."""
+    """Give the text as it comes."""
     every_token: bool = False
-    """Tell every token as it comes, those that add no text too."""
+    """Give every token as it comes, also those that add no text."""

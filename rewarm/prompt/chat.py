@@ -15,7 +15,7 @@ from rewarm.values import Message
 from .messages import AnswerParts, normalised
 
 SYSTEM_AND_TOOLS = -1
-"""Marks the end of system and tools, among the indices of messages."""
+"""The value among indices of messages that stands for the end of system and tools."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Chat messages: from the spellings of clients to the shape that templates read.
+"""Convert chat messages from the spellings of clients to the form that templates read.
 
 Nothing here imports a model library."""
 
@@ -20,7 +20,7 @@ Call = dict[str, Any]
 
 
 class Part(NamedTuple):
-    """A stretch of an answer of one kind. Every tool call is a part of its own."""
+    """A piece of an answer that is of one kind. Every tool call is a part of its own."""
 
     kind: Literal["thinking", "text", "call"]
     text: str = ""
@@ -45,7 +45,7 @@ class AnswerParts:
         return [part.call for part in self.parts if part.call is not None]
 
     def message(self) -> Message:
-        """The canonical message of the assistant with all of the parts."""
+        """Make the canonical message of the assistant with all of the parts."""
         return assistant_message(self.text, self.reasoning, self.calls)
 
 
@@ -55,7 +55,7 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 def normalised(messages: Sequence[Any]) -> list[Message]:
-    """The canonical messages: spellings that mean the same give the same ones. Raises
+    """Give the canonical messages. Spellings that mean the same give the same messages. Raises
     InvalidPrompt."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise InvalidPrompt(f"a chat is a list of messages, not a {type(messages).__name__}")
@@ -65,7 +65,8 @@ def normalised(messages: Sequence[Any]) -> list[Message]:
 
 
 def assistant_message(text: str, thinking: str = "", calls: Iterable[Call] = ()) -> Message:
-    """The canonical message of the assistant. The arguments of its calls may be given as JSON."""
+    """Make the canonical message of the assistant. The arguments of its calls may be given as
+    JSON."""
     message: Message = {"role": "assistant", "content": text}
     if thinking:
         message |= dict.fromkeys(REASONING, thinking)
@@ -76,7 +77,7 @@ def assistant_message(text: str, thinking: str = "", calls: Iterable[Call] = ())
 
 
 def tool_message(text: str, call_id: str | None, name: str | None = None) -> Message:
-    """The canonical message of a tool's result."""
+    """Make the canonical message of a tool's result."""
     message: Message = {"role": "tool", "content": text}
     if call_id is not None:
         message["tool_call_id"] = call_id
@@ -150,8 +151,8 @@ def _call(call: Mapping[str, Any]) -> Call:
 
 
 def _arguments(given: Any) -> Any:
-    """The arguments of a call as a mapping, which templates read; as they are where they are not
-    the JSON of one."""
+    """Give the arguments of a call as a mapping, which templates read. What is not the JSON of an
+    object is given unchanged."""
     if given is None or given == "":
         return {}
     if not isinstance(given, str):
@@ -190,9 +191,9 @@ def _words_into_thinking(message: Message) -> Message:
 
 
 def rewordings(chat: list[Message]) -> list[list[Message]]:
-    """The chat as it is, then other ways to say it, for a template that refuses the way before.
+    """Give the chat, then other forms of it, each for a template that refuses the form before.
 
-    Each changes only what such a template refuses, so that the rest is rendered as in earlier
+    Each form changes only what such a template refuses, so that the rest is rendered as in earlier
     turns. To add one, write a function such as `one_system` and list it here."""
     ways = [chat]
     for reworded in (words_into_thinking, system_for_developer, one_system):

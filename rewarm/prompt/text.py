@@ -1,4 +1,4 @@
-"""Lengths up to which texts and token sequences agree."""
+"""Count how far texts and token sequences agree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BLOCK = 4096
 
 
 def common_text(a: str, b: str) -> int:
-    """The characters that two texts begin with alike."""
+    """Count the characters that two texts have in common at their beginning."""
     most = min(len(a), len(b))
     low = 0
     while low < most and a[low : low + BLOCK] == b[low : low + BLOCK]:
@@ -26,13 +26,13 @@ def common_text(a: str, b: str) -> int:
 
 
 def common_end(a: str, b: str) -> int:
-    """The characters that two texts end with alike."""
+    """Count the characters that two texts have in common at their end."""
     most = min(len(a), len(b))
     return common_text(a[len(a) - most :][::-1], b[len(b) - most :][::-1])
 
 
 def common_tokens(a: Tokens, b: Tokens) -> int:
-    """The tokens that two sequences begin with alike."""
+    """Count the tokens that two sequences have in common at their beginning."""
     most = min(len(a), len(b))
     same = a[:most] == b[:most]
     return most if same.all() else int(np.argmin(same))

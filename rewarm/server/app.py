@@ -1,6 +1,6 @@
 """The application: its endpoints, and the answer to a request in any API's words.
 
-An API is added by its dialects, in `DIALECTS`; `dialect.py` says how to write one. Endpoints about
+To add an API, add its dialects to `DIALECTS`; `dialect.py` says how to write one. Endpoints about
 the server itself are in `admin/endpoints.py`."""
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def parse_explained(body: bytes, server: ServerOptions, anthropic: bool) -> Pars
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
-        given = None  # the schema says what is wrong
+        given = None  # the schema then says what is wrong
     schema: type[ExplainChat | ExplainCompletion | ExplainMessages] = ExplainChat
     if isinstance(given, dict):
         if anthropic or _is_anthropic(given):
@@ -162,14 +162,14 @@ NAMES = {"/": "page", "/openapi.json": "schema", **{e.path: e.name for e in ENDP
 
 
 def endpoint_name(path: str) -> str:
-    """The name of a path for the log and the metrics."""
+    """Give the name of a path for the log and the metrics."""
     if path.startswith("/page/"):
         return "page"
     return "models" if path.startswith("/v1/models/") else NAMES.get(path, "other")
 
 
 def dialect_of(path: str) -> type[Dialect]:
-    """The dialect that the client of a path reads errors in."""
+    """Give the dialect that the client of a path reads errors in."""
     return next((d for d in reversed(DIALECTS) if path.startswith(d.path)), ChatDialect)
 
 
@@ -185,7 +185,7 @@ async def no_endpoint(request: Request, error: Exception) -> Response:
 
 
 def create_app(engine: Engine, options: ServerOptions | None = None) -> Starlette:
-    """The server's application. The engine may still be loading."""
+    """Make the server's application. The engine may still be loading."""
     options = options or ServerOptions()
     backend = Backend(engine, options, [dialect.name for dialect in DIALECTS])
 

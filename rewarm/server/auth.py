@@ -1,4 +1,4 @@
-"""Checks of the API key, the host and the size of a body: plain ASGI middleware.
+"""Check the API key, the host and the size of a body, as plain ASGI middleware.
 
 Nothing here imports a model library."""
 
@@ -22,13 +22,14 @@ OPEN = ("/", "/health", *(f"/page/{name}" for name in FILES))
 LOCAL_NAME = re.compile(r"\.(localhost|local|internal|lan|home\.arpa)$")
 ADDRESS = re.compile(r"[0-9.]+")
 DRAINED = 4
-"""A body that is too large is read on, and dropped, up to this many times the limit: a client that
-is still sending would not see the answer."""
+"""The most that is read and dropped of a body that is too large, as a multiple of the limit. A
+client that is still sending would not see the answer."""
 
 
 @dataclass
 class Authorised:
-    """Lets requests through that have the API key, or, where none is set, a local host's name."""
+    """Let requests through that have the API key. Where no key is set, they need a local host's
+    name."""
 
     app: ASGIApp
     options: ServerOptions
@@ -59,8 +60,8 @@ def _check_key(scope: Scope, key: str) -> None:
 
 
 def _check_host(scope: Scope) -> None:
-    """Without a key, refuse every host name that a public DNS server may answer for: a web page
-    whose name was made to point here would have the browser's trust."""
+    """Refuse every host name that a public DNS server may answer for. Without a key, a web page
+    could make its own name point to this server, and a browser would let the page use it."""
     host = (header(scope, b"host") or "").lower()
     name = host.partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if "." in name and not LOCAL_NAME.search(name) and not ADDRESS.fullmatch(name):
@@ -73,7 +74,7 @@ def _check_host(scope: Scope) -> None:
 
 @dataclass
 class BodyLimit:
-    """Refuses bodies of more than so many bytes, announced or counted."""
+    """Refuse bodies of more than so many bytes, announced or counted."""
 
     app: ASGIApp
     limit: int

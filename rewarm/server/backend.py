@@ -1,4 +1,4 @@
-"""The engine, and all that the endpoints share around it. Prompts are made off the event loop."""
+"""The engine, and all that the endpoints share. Prompts are made off the event loop."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ log = logging.getLogger("rewarm")
 T = TypeVar("T")
 THREADS = 4
 LARGE = 1 << 20
-"""Bytes of a body that is worked on apart, one at a time: it takes seconds, others take
-milliseconds."""
+"""Bodies of more bytes are handled one at a time on a thread of their own: they take seconds, and
+others take milliseconds."""
 
 
 class Backend:
@@ -53,7 +53,8 @@ class Backend:
         self.advisor = Advisor(self.generator)
         self._pool = ThreadPoolExecutor(THREADS, "rewarm-prompt")
         self._large = ThreadPoolExecutor(1, "rewarm-large-prompt")
-        # One thread: a request is described before it is remembered, to which it would be compared.
+        # One thread does both in order: a request that was already remembered would be compared
+        # with itself.
         self._explaining = ThreadPoolExecutor(1, "rewarm-explain")
 
     @cached_property
@@ -81,12 +82,12 @@ class Backend:
         return await self.off_loop(request, parse, body, self.options)
 
     async def off_loop(self, request: Request, do: Callable[..., T], *args: Any) -> T:
-        """Call a function on a thread of the server's own."""
+        """Call a function on one of the server's own threads."""
         pool = self._pool_for(exchange_of(request))
         return await asyncio.get_running_loop().run_in_executor(pool, do, *args)
 
     async def begin(self, request: Request, asked: ParsedRequest) -> Work:
-        """Have a request answered. Raises the errors of the engine's `submit`."""
+        """Start the answer to a request. Raises the errors of the engine's `submit`."""
         exchange = exchange_of(request)
         work = Work(asked.prompt, asked.options, exchange=exchange, backend=self)
         await self.off_loop(request, self.generator.prepare, work, work.send)

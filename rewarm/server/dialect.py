@@ -1,4 +1,4 @@
-"""The contract of an API, and the cost that the replies of all APIs tell.
+"""The contract of an API, and the costs in the replies of all APIs.
 
 To add an API, write a folder with two modules. `parse.py` has a `RequestBody` for each endpoint,
 which reads a body into a `ParsedRequest`; it imports no model library. `reply.py` has a `Dialect`
@@ -53,10 +53,10 @@ class Dialect(ABC):
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
-        """The reply to a request that is not streamed."""
+        """Write the reply to a request that is not streamed."""
 
     def opening(self) -> str:
-        """The beginning of a stream, before anything is known."""
+        """Write the beginning of a stream, before anything is known."""
         return ""
 
     @abstractmethod
@@ -70,25 +70,25 @@ class Dialect(ABC):
 
     @abstractmethod
     def last(self) -> str:
-        """The end of a stream."""
+        """Write the end of a stream."""
 
     @abstractmethod
     def idle(self) -> str:
-        """A sign of life."""
+        """Write a sign of life."""
 
     @abstractmethod
     def error(self, error: ApiError) -> str:
-        """An error that ends a stream."""
+        """Write an error that ends a stream."""
 
     def events(self, batch: Sequence[Event]) -> str:
-        """Events that came together, as a part of a stream."""
+        """Write events that came together, as a part of a stream."""
         parts = [self._event(event) for event in batch if not self.failed]
         if self.work.over and not self.failed:
             parts.append(self.last())
         return "".join(parts)
 
     def failure(self, error: Exception) -> str:
-        """The end of a stream that fails with this error."""
+        """Write the end of a stream that fails with this error."""
         self.failed = True
         return self.error(as_api_error(error))
 
@@ -107,8 +107,8 @@ class Dialect(ABC):
 
 
 def rewarm_object(generation: Generation) -> dict[str, Any]:
-    """The cost of a generation. Where it has several prompts, the resume point, the miss and the
-    times are the first one's."""
+    """Give the cost of a generation. Where it has several prompts, the resume point, the miss and
+    the times are the first one's."""
     costs = generation.costs
     if not costs:
         return {}
@@ -131,12 +131,12 @@ def rewarm_object(generation: Generation) -> dict[str, Any]:
 
 
 def miss_object(generation: Generation) -> dict[str, Any] | None:
-    """The reason why not more of the first prompt was reused; None where there is none."""
+    """Give the reason why no more of the first prompt was reused; None where there is none."""
     return next((run.miss for run in generation.runs if run.cost is not None), None)
 
 
 def token_figures(costs: Sequence[Cost]) -> dict[str, int]:
-    """The tokens of several prompts together, by the work that they took."""
+    """Sum up the tokens of several prompts, by the work that they took."""
     return {
         "prompt_tokens": sum(cost.match.tokens for cost in costs),
         "cached_tokens": sum(cost.match.resume for cost in costs),

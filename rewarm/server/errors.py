@@ -1,4 +1,4 @@
-"""Errors as clients are told of them. Each dialect writes them in a form of its own."""
+"""The errors that clients are told. Each dialect writes them in a form of its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The part of an exception that a client may know."""
+    """Give the part of an exception that a client may know."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):
@@ -66,7 +66,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def http_error(status: int, method: str, path: str, allowed: str | None) -> ApiError:
-    """The error of a request that has no endpoint."""
+    """Give the error of a request that has no endpoint."""
     if status == 404:
         return ApiError(404, f"there is no {method} {path[:SHOWN]} here", code="not_found")
     if status == 405:
@@ -77,7 +77,7 @@ def http_error(status: int, method: str, path: str, allowed: str | None) -> ApiE
 
 
 def _invalid_body(error: ValidationError) -> ApiError:
-    """The deepest error of all: where a union was wrong, it is of the branch that fitted best."""
+    """Give the deepest error. Where a union was wrong, its branch is the one that fitted best."""
     first = max(error.errors(include_url=False), key=lambda e: len(e["loc"]))
     where = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
     if first["type"] == "json_invalid":
@@ -92,7 +92,7 @@ def _invalid_body(error: ValidationError) -> ApiError:
 
 
 def _is_branch(part: int | str) -> bool:
-    """A part of pydantic's location names the branch of a union, not a field."""
+    """Say whether a part of pydantic's location names the branch of a union, not a field."""
     return isinstance(part, str) and (
         part in ("str", "int", "float", "bool", "none", "dict")
         or bool(re.search(r"[A-Z\[(-]", part))

@@ -39,7 +39,7 @@ class Exchange:
 
     id: str
     endpoint: str
-    """A name for the log and the metrics; unknown paths share one, or they would pile up."""
+    """A name for the log and the metrics. Unknown paths share one name, or names would pile up."""
     send_on: Send
     on_end: Callable[[Exchange, int], None]
     """Called with the exchange and its status once it is over."""
@@ -72,7 +72,7 @@ class Exchange:
         self.finish()
 
     def finish(self) -> None:
-        """Count and log it, if it is over."""
+        """Count and log the exchange, if it is over."""
         work = self.work
         if not self._closed or self._logged or (work is not None and not work.over):
             return
@@ -85,7 +85,7 @@ class Exchange:
         level = logging.DEBUG if quiet else logging.INFO
         if requests_log.isEnabledFor(level):
             requests_log.log(level, "%s %s  %s", status, self.endpoint, self._summary(status))
-        self.work = None  # which refers to this
+        self.work = None  # it refers to this exchange
 
     def _summary(self, status: int) -> str:
         runs = self.work.runs if self.work is not None else []
@@ -95,13 +95,13 @@ class Exchange:
         parts += [str(run.error) for run in runs if run.error is not None]
         if status == CLIENT_GONE:
             parts.append("the client went away")
-        # Clients have a say in some of it, and the log goes to a terminal.
+        # Some of the text comes from clients, and the log may go to a terminal.
         line = " · ".join(part for part in parts if part)
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 def prompt_summary(costs: Sequence[Cost]) -> str:
-    """The cost of the prompts: `1,532 tokens: 1,500 cached (user), 8 again, 24 new`."""
+    """Write the cost of the prompts: `1,532 tokens: 1,500 cached (user), 8 again, 24 new`."""
     if not costs:
         return ""
     tokens = sum(cost.match.tokens for cost in costs)
@@ -114,7 +114,7 @@ def prompt_summary(costs: Sequence[Cost]) -> str:
 
 
 def speed(costs: Sequence[Cost], choices: Sequence[Choice]) -> str:
-    """The pace of the answer: `first token 120 ms · 64 tokens at 41/s`."""
+    """Write the pace of the answer: `first token 120 ms · 64 tokens at 41/s`."""
     if not choices or not costs:
         return ""
     tokens = sum(c.tokens for c in choices)
@@ -161,7 +161,7 @@ class Exchanges:
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """The first header of a name, which is written in small letters."""
+    """Give the first header of a name, which is in lower case."""
     return next((v.decode("latin-1") for k, v in scope["headers"] if k == name), None)
 
 

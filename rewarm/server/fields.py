@@ -62,7 +62,7 @@ class Unsupported(NamedTuple):
 
     advice: str
     harmless: tuple[Any, ...] = ()
-    """Values that ask for nothing, besides null."""
+    """Values that change nothing, besides null."""
 
 
 GUIDED = Unsupported("answers cannot be constrained; leave it out")
@@ -77,7 +77,7 @@ def refuse(extra: Mapping[str, Any] | None, unsupported: Mapping[str, Unsupporte
 
 
 def one_of(*allowed: str, advice: str) -> Any:
-    """The type of a string field with few values, and an error that says what to do."""
+    """Make the type of a string field with few values. Its error says what to do."""
 
     def check(value: str) -> str:
         if value not in allowed:
@@ -105,7 +105,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def thinking_options(effort: str | None, enabled: bool | None) -> dict[str, Any]:
-    """The options of a template about thinking."""
+    """Give the options of a template about thinking."""
     options: dict[str, Any] = {}
     if effort == "none":
         options["enable_thinking"] = False
@@ -147,7 +147,7 @@ SAMPLING = frozenset(field.name for field in fields(Sampling))
 
 
 def sampling_of(body: Body) -> Sampling:
-    """The way in which tokens are chosen, from the fields of a request that have the names of
-    `Sampling`. It is greedy where no temperature is given."""
+    """Make the sampling from the fields of a request that have the names of `Sampling`. It is
+    greedy where no temperature is given."""
     named = ((name, getattr(body, name)) for name in SAMPLING & type(body).model_fields.keys())
     return Sampling(**{name: value for name, value in named if value is not None})

@@ -1,4 +1,4 @@
-"""The list of endpoints has what the OpenAPI schema says of each, beside what answers it."""
+"""Describe endpoints: the function that answers each, and its part of the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Endpoint:
         return route
 
     def described(self, error: Mapping[str, Any]) -> dict[str, Any]:
-        """The endpoint as the OpenAPI schema has it; `error` is an example of its API's errors."""
+        """Describe the endpoint as the OpenAPI schema has it; `error` is an example of its API's
+        errors."""
         replies = {kind: _object(required) for kind, required in self.replies.items()}
         responses: dict[str, Any] = {"200": {"description": STATUSES[200], "content": replies}}
         for status in self.statuses:
@@ -85,7 +86,7 @@ def _object(required: Sequence[str]) -> dict[str, Any]:
 
 
 def _shape(example: Any) -> dict[str, Any]:
-    """The schema of all values that have the fields of this one."""
+    """Make the schema of all values that have the fields of this one."""
     if isinstance(example, str):
         return {"type": "string"}
     if not isinstance(example, Mapping):
@@ -97,7 +98,7 @@ def _shape(example: Any) -> dict[str, Any]:
 def schema_of(
     endpoints: Iterable[Endpoint], error_of: Callable[[str], Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The OpenAPI schema. `error_of` gives an example of the errors of a path."""
+    """Make the OpenAPI schema. `error_of` gives an example of the errors of a path."""
     paths: dict[str, dict[str, Any]] = {}
     bodies: dict[type[BaseModel], None] = {}
     for endpoint in endpoints:

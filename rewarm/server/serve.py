@@ -1,4 +1,4 @@
-"""Runs the server, and stops it so that every stream ends properly."""
+"""Run the server, and stop it so that every stream ends properly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ AFTER_GRACE = 5.0
 
 
 class Server(uvicorn.Server):
-    """Ends the engine's work while connections are still open, and exits with 0 on a signal."""
+    """A server that ends the engine's work while connections are open, and exits with 0 on a
+    signal."""
 
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         super().__init__(
@@ -56,13 +57,13 @@ class Server(uvicorn.Server):
         return f"http://{host}:{port}"
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Not in the loop's executor: the process would wait for a model that is still loading.
+        # The loop's executor is not used: the process would wait for a model that is still loading.
         stopping = threading.Thread(
             target=self.engine.stop, args=(self.options.grace,), name="rewarm-stop", daemon=True
         )
         stopping.start()
         await super().shutdown(sockets)
-        if self.force_exit:  # a second Ctrl-C: left open, its end would be logged as an error
+        if self.force_exit:  # after a second Ctrl-C, its end would be logged as an error
             await self.lifespan.shutdown()
         deadline = time.monotonic() + self.options.grace + AFTER_GRACE
         while stopping.is_alive() and time.monotonic() < deadline and not self.force_exit:
@@ -106,12 +107,12 @@ def serve(
     threading.Thread(target=watch, name="rewarm-watch", daemon=True).start()
     server.run(sockets=[listener])
     if engine.failed_to_load:
-        engine.stop()  # uvicorn may have ended by itself, without a call of `shutdown`
+        engine.stop()  # uvicorn may have ended without a call of `shutdown`
         raise NotReady(engine.detail)
 
 
 def _listener(options: ServerOptions) -> socket.socket:
-    """The listening socket. It is opened before the model is loaded, so that an error of the
+    """Open the listening socket. It is opened before the model is loaded, so that an error of the
     address shows at once."""
     try:
         found = socket.getaddrinfo(

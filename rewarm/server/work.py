@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rewarm")
 
-# Valid in JSON, but line ends to some readers of text lines.
+# These are valid in JSON, but some readers of text take them for line ends.
 LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
@@ -49,21 +49,21 @@ class Work(Generation):
             self.loop.call_soon_threadsafe(self.deliver, event)
 
     def deliver(self, event: Event) -> None:
-        """Give an event to the reader, if there is one still."""
+        """Give an event to the reader, if it is still there."""
         run = self.take(event)
         if run is not None:
             self.backend.note_run(self, run)
         self.arrived.put_nowait(event)
 
     def abandon(self) -> None:
-        """Stop the work that still runs: the client has gone, or reads no further."""
+        """Stop the work that still runs, since the client has gone or reads no further."""
         if not self.over:
             self.abandoned = True
             self.backend.generator.cancel(self)
 
     async def batches(self, keep_alive: float) -> AsyncIterator[list[Event]]:
-        """Events as they come, those that came together in one list; an empty list where there was
-        none for at least `keep_alive` seconds."""
+        """Give events as they come, those that came together in one list. An empty list means that
+        none came for at least `keep_alive` seconds."""
         # One timer for the stream: a timeout around every wait would cost more than the event.
         self._tick(keep_alive)
         try:
@@ -96,7 +96,7 @@ class Work(Generation):
             self.abandon()
 
     def raise_error(self) -> None:
-        """Raise the error that kept it from being answered, if there is one."""
+        """Raise the error that prevented the answer, if there is one."""
         for run in self.runs:
             if run.error is not None:
                 raise as_api_error(run.error)
@@ -154,7 +154,7 @@ def encoded(body: Any) -> str:
 
 
 def data(body: Any, event: str | None = None) -> str:
-    """One server-sent event."""
+    """Write one server-sent event."""
     head = f"event: {event}\n" if event else ""
     text = encoded(body)
     if not text.isascii():

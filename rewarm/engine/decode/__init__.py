@@ -1,1 +1,1 @@
-"""Decoding: one step of a batch."""
+"""Decode: take steps for batches of sequences."""

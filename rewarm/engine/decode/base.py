@@ -35,12 +35,12 @@ class Step(NamedTuple):
 
 
 class Decoder(Protocol):
-    """Takes steps for a few sequences. A new one holds one sequence and has taken its first step:
-    what is wrong with a sequence shows while it is alone.
+    """A decoder takes steps for a few sequences. A new one holds one sequence and has taken its
+    first step, so that an error of a sequence is found while it is alone.
 
     Everything here runs on the engine's thread. Where a method raises, the decoder must not be used
-    again. A step may append more tokens than it gives, to check what was guessed, and takes back
-    what it does not give: `undo.Before` says how.
+    again. A step may append more tokens than it gives, to check a draft. It takes back what it does
+    not give: `undo.Before` says how.
     """
 
     most: ClassVar[int]
@@ -53,7 +53,7 @@ class Decoder(Protocol):
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens that each sequence had when it came."""
+        """The number of tokens that each sequence had when it began to decode."""
 
     def first(self) -> Step:
         """Give the token of the first step. `step` gives it again, as `given`."""
@@ -67,8 +67,8 @@ class Decoder(Protocol):
     def caches(self, sequence: int, unused: int = 0) -> list[Any]:
         """Give the caches of a sequence, to be read only.
 
-        They stand after the last token that the last step gave it, or before that token where it
-        `is_ahead`. With `unused`, they stand so many tokens earlier; it is given only between that
+        They end after the last token that the last step gave it, or before that token where it
+        `is_ahead`. With `unused`, they end so many tokens earlier; it is given only between that
         step and `remove`."""
 
     def join(self, newcomers: Sequence[Any]) -> None:

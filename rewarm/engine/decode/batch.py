@@ -24,12 +24,12 @@ NO_LIMIT = 1 << 62
 MOST_PADDING = 2.0
 """The most rows that a batch may hold, as a multiple of those that its sequences have."""
 SPARE_ROWS = 1024
-"""The rows of padding for each sequence that do not matter."""
+"""The rows of padding for each sequence that are always allowed."""
 
 
 class Batch:
-    """Sequences in one `GenerationBatch`. A single one decodes on its own caches, with no copy;
-    they are merged when a second one joins."""
+    """Sequences in one `GenerationBatch`. A single sequence decodes on its own caches, with no
+    copy. They are merged when a second sequence joins."""
 
     most: ClassVar[int] = 1
 
@@ -68,7 +68,7 @@ class Batch:
             mine.prompt_cache = merged([mine.prompt_cache, *caches])
             self._merged = True
         for batch in newcomers:
-            batch._generation.prompt_cache = []  # it is in ours
+            batch._generation.prompt_cache = []  # it is a part of ours now
             mine.extend(batch._generation)
             self.lengths += batch.lengths
             self._ahead |= batch._ahead
@@ -116,8 +116,8 @@ def _extracted(cache: Any, place: int) -> Any:
 
 
 def wastes_little(batches: Sequence[Decoder]) -> bool:
-    """Say whether these can be one batch, which holds as many rows for each of its sequences as the
-    longest one has."""
+    """Say whether these can be one batch with little padding. A batch holds as many rows for each
+    sequence as the longest one has."""
     lengths = [length for batch in batches for length in batch.lengths]
     return len(lengths) * (max(lengths) - SPARE_ROWS) <= MOST_PADDING * sum(lengths)
 

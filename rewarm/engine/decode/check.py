@@ -1,4 +1,4 @@
-"""Finds out whether a model decodes right in a batch, and how many bytes a sequence takes."""
+"""Find out whether a model decodes right in a batch, and how many bytes a sequence takes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .batch import merged
 CHECK_LENGTHS = (5, 9)
 FAR_LENGTHS = (1203, 2381)
 """The lengths for models that choose the keys they attend to. Padding moves the blocks that they
-choose from, which shows only where there are several."""
+choose from. That makes a difference only if there are several blocks."""
 CHECK_STEPS = 4
 TOLERANCE, MOST_TOLERANCE = 0.05, 0.15
-"""The difference that any model may have, and one that rounds much, as a share of the largest
-logit. The smallest difference seen of a wrong mask or padding is 0.17."""
+"""The difference that any model may have, and the most that a model with large rounding errors may
+have, as a share of the largest logit. A wrong mask or padding made a difference of 0.17 or more."""
 
 
 def merges(cache: Any) -> bool:
     """Say whether mlx-lm can batch a cache of this kind without losing anything.
 
-    A ring that keeps its first rows merges, and drops them; quantised, chunked and concatenating
-    caches do not merge at all.
+    A ring that keeps its first rows can be merged, but loses them. Quantised, chunked and
+    concatenating caches cannot be merged at all.
     """
     if isinstance(cache, CacheList):
         return all(merges(c) for c in cache.caches)
@@ -76,8 +76,8 @@ def _decodes_in_batches(
     except (TypeError, ValueError):
         return False  # it takes one position for all sequences, as dynamic NTK does
     expected = mx.stack(alone)
-    # Sums in another order round differently, and by how much depends on model and device. The same
-    # rounding shows where one sequence takes its steps at once.
+    # Sums in another order round differently, by an amount that depends on model and device. One
+    # sequence that takes its steps at once has the same rounding errors.
     rounding = _apart(mx.stack(at_once), expected)
     tolerance = min(max(TOLERANCE, 2 * rounding), MOST_TOLERANCE)
     return _apart(mx.concatenate(together, axis=1), expected) <= tolerance

@@ -1,4 +1,4 @@
-"""Makes mlx-lm's samplers and logits processors from a request's values."""
+"""Make mlx-lm's samplers and logits processors from a request's values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 REPETITION_CONTEXT = 64
-"""The number of tokens that a repetition penalty looks back on."""
+"""The number of last tokens that a repetition penalty counts."""
 
 MOST_BIAS = 1000
 """The largest bias. One near the limit of float16 would make every logit NaN."""
@@ -34,7 +34,7 @@ ALL = 1 << 30
 
 
 def checked(sampling: Sampling, vocabulary: int) -> None:
-    """Raise for a value that would fail, or mean nothing, inside a step."""
+    """Raise `InvalidOption` for a value that would fail, or mean nothing, inside a step."""
     s = sampling
     limits: tuple[tuple[str, float, float, float], ...] = (
         ("temperature", s.temperature, 0, 100),
@@ -64,10 +64,10 @@ def checked(sampling: Sampling, vocabulary: int) -> None:
 
 
 def make_sampler(sampling: Sampling, choice: int, generated: int, vocabulary: int) -> Sampler:
-    """Make what chooses each token. `generated` tokens were chosen before, in an earlier batch. A
-    request's seed was drawn when it was posted.
+    """Make the function that chooses each token. `generated` is the number of tokens that were
+    chosen in an earlier batch. The seed is set: `submit` draws one where a request has none.
 
-    Greedy requests share one function: mlx-lm then samples the whole batch in one call.
+    Greedy requests share one function, so that mlx-lm samples the whole batch in one call.
     """
     if sampling.temperature == 0 or sampling.top_p == 0 or sampling.top_k == 1:
         return cast("Sampler", greedy_sampler)
@@ -75,7 +75,7 @@ def make_sampler(sampling: Sampling, choice: int, generated: int, vocabulary: in
 
 
 def make_processors(request: Request) -> list[Processor]:
-    """Make what changes the logits before a token is chosen."""
+    """Make the functions that change the logits before a token is chosen."""
     s, prompt = request.sampling, len(request.tokens)
     processors: list[Processor] = []
     if s.logit_bias:
@@ -97,7 +97,7 @@ def make_processors(request: Request) -> list[Processor]:
 
 @dataclass
 class _Seeded:
-    """Draws with a key made of seed and position: reproducible in any batch."""
+    """Draw tokens with a key of seed and position, so that any batch gives the same tokens."""
 
     sampling: Sampling
     seed: int
@@ -125,7 +125,7 @@ class _Seeded:
 
 
 def top_p(logprobs: mx.array, p: float) -> mx.array:
-    """Keep the likeliest tokens that have the share `p` of all probability, and rule out others."""
+    """Keep the likeliest tokens that together have the probability `p`, and rule out others."""
     ordered = mx.sort(logprobs, axis=-1)
     probabilities = mx.exp(ordered.astype(mx.float32))
     likelier = mx.cumsum(probabilities, axis=-1, reverse=True, inclusive=False)
@@ -151,7 +151,7 @@ def top_k(logprobs: mx.array, k: int) -> mx.array:
 def _opening(request: Request) -> Processor:
     """Force the tokens that an answer must have after its thinking.
 
-    It computes with arrays only: when a step is built, the token before it is not known yet.
+    It computes with arrays only, since the token before a step is not known when the step is built.
     """
     prompt, after, opening = len(request.tokens), request.opens_after, request.opening
 

@@ -1,11 +1,11 @@
-"""Takes back what was appended to a prompt cache.
+"""Take back what was appended to a prompt cache.
 
-Arrays of MLX are values: where a layer replaces its arrays, as recurrent layers do, the old ones
-are still what they were. Two things change in place:
+Where a layer replaces its arrays, as recurrent layers do, the old arrays are unchanged. Two things
+change in place:
 
-- rows are written into room at the end. What lies before them is untouched, so an older length is
-  enough to be rid of them.
-- a ring that is full overwrites its oldest rows. These are copied before.
+- New rows are written into free room at the end. The rows before them are unchanged, so the old
+  length is enough to undo this.
+- A full ring overwrites its oldest rows. These are copied first.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Before:
     """The state of a running prompt cache, of one sequence or a batch, at this moment.
 
     It remembers everything that `tokens` more tokens could change, appended at once or one by one.
-    All sequences of a batch go back equally far: their rows lie side by side.
+    All sequences of a batch go back equally far, since their rows lie side by side.
     """
 
     def __init__(self, caches: Sequence[Any], tokens: int) -> None:
         self._caches = [_Layer(cache, tokens) for cache in caches]
 
     def restored(self) -> list[Any]:
-        """Give caches that stand where these stood. They share arrays with those that went on: only
-        one of both may go on from here, and the other one may be read."""
+        """Give caches in the remembered state. They share arrays with the caches that went on: only
+        one of the two may go on from here, and the other one may only be read."""
         return [layer.restored() for layer in self._caches]
 
 
@@ -68,8 +68,8 @@ class _Layer:
 
 
 def _about_to_go(cache: Any, tokens: int) -> list[tuple[int, int]]:
-    """Give the rows of a ring that so many single steps would overwrite in place. A ring that is
-    longer or shorter than its window, and a pass over several tokens, make a new array first."""
+    """Give the rows of a ring that so many single steps would overwrite in place. Other changes
+    make a new array: those of a ring longer or shorter than its window, and of a longer pass."""
     length, place = cache.keys.shape[2], cache._idx
     if length != cache.max_size:
         return []
@@ -80,7 +80,7 @@ def _about_to_go(cache: Any, tokens: int) -> list[tuple[int, int]]:
 
 
 def _held(value: Any) -> Any:
-    """Copy a value's containers and array handles: the cache may change its own in place."""
+    """Copy a value's containers and array handles, since the cache may change its own in place."""
     if isinstance(value, mx.array):
         return value[...]
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Knows the ways in which clients break prompt caches, and finds them by comparing two chats.
+"""Find the habits of clients that break prompt caches, by comparing two chats.
 
-Each pattern proposes the chat as it would be without it. The caller renders that chat to find how
-many tokens it saves, and drops a pattern that saves none."""
+For each pattern that is found, the chat without it is proposed. The caller renders that chat to
+find how many tokens it saves, and drops a pattern that saves none."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ IDS = re.compile(
 SHOWN = 60
 """The characters that are shown of each side."""
 LEAST_OVERLAP = 2
-"""The messages that must go on as before for a history to count as trimmed at the front."""
+"""The fewest messages in common for a history to count as trimmed at the front."""
 ALIKE = 64
 """The characters that two system prompts must share after their difference."""
 
 
 class Change(NamedTuple):
-    """A chat without a pattern, and the first place where the pattern stands."""
+    """A chat without a pattern, and the first place where the pattern occurs."""
 
     fixed: Chat
     field: str
@@ -67,7 +67,7 @@ class Proposal(NamedTuple):
     change: Change
 
     def told(self, tokens: int) -> dict[str, Any]:
-        """The proposal in words and figures, where following it saves so many tokens."""
+        """Give the proposal in words and figures. Following it saves `tokens` tokens."""
         pattern, change = self
         where = f" (message {change.message}, {change.role})" if change.role else ""
         return {
@@ -145,7 +145,7 @@ def _message_by_message(
 
 
 def _other_values(expression: re.Pattern[str], now: Chat, before: Chat) -> Change | None:
-    """Find a value that stands in the same place of both chats, each time another one."""
+    """Find a value that differs between the same places of both chats."""
 
     def change(message: Message, other: Message) -> Changed | None:
         content, pair = _with_values_of(expression, message["content"], other["content"])
@@ -284,7 +284,7 @@ def _with_values_of(
 
 
 def _in_order_of(value: Any, other: Any) -> Any:
-    """Put the keys of a value's objects in another's order; keys that only one has come last."""
+    """Put the keys of a value's objects in the order of another value. Its other keys come last."""
     if isinstance(value, dict) and isinstance(other, dict):
         keys = [k for k in other if k in value] + [k for k in value if k not in other]
         return {k: _in_order_of(value[k], other.get(k)) for k in keys}
@@ -340,7 +340,7 @@ def _common_end(a: str, b: str) -> int:
 
 
 def _apart(stored: Any, sent: Any) -> tuple[str, str]:
-    """Cut two values, as texts, to the place where they part, with a little before it."""
+    """Cut two values, as texts, to the place where they begin to differ, with a little before."""
     a, b = (value if isinstance(value, str) else _json(value) for value in (stored, sent))
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
     begin = max(0, at - 12)

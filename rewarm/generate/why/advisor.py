@@ -1,4 +1,4 @@
-"""Explains why not more of a prompt was reused, or would be, and what the client may change."""
+"""Explain why no more of a prompt was or would be reused, and what the client may change."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ LEAST = 16
 
 
 class OnePrompt(InvalidOption):
-    """Several prompts, where one can be explained."""
+    """Several prompts were given, and only one can be explained."""
 
     param = "prompt"
 
 
 class Advisor:
-    """Explains misses to the tenant whose prompts they are. Its methods may take a while: they
-    render, and they may have to read a long message."""
+    """Explain misses to the tenant who sent the prompts. The methods may take a while: they render,
+    and they may have to read a long message."""
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
@@ -62,7 +62,7 @@ class Advisor:
     def explain(
         self, asked: Chat | Text, salt: str | None, other_salts: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Say what a request would reuse, and why not more; nothing is run."""
+        """Say what a request would reuse, and why no more. Nothing is run."""
         prompts = self.generator.prompts(asked)
         if len(prompts) != 1:
             raise OnePrompt("prompt: one at a time can be explained")
@@ -98,7 +98,7 @@ class Advisor:
     def _advice(
         self, chat: Chat, salt: str | None, before: RecentChat, prompt: Prompt
     ) -> list[dict[str, Any]]:
-        """Take patterns out one after the other: one may hide another."""
+        """Remove patterns from the chat one after the other, since one may hide another."""
         found: list[dict[str, Any]] = []
         cost = self._computed(prompt, salt, before)
         seen: set[str] = set()

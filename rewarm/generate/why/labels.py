@@ -1,8 +1,8 @@
-"""Labels a span of tokens with the message that it is: its role and its first words.
+"""Label a span of tokens with the role and the first words of its message.
 
 A *head* is what a template writes before a role's text. Heads are learned by rendering a few chats,
-and then looked for in the tokens. No template's markers are known here; where they cannot be
-learned, or do not survive the tokenizer, spans have words and no role."""
+and then looked for in the tokens. No template's markers are known here. Where heads cannot be
+learned, or encode differently inside a chat, spans have words and no role."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MessageStart(NamedTuple):
 
     text: int
     head: int
-    """The begin of its head; below 0 where that is in the span before."""
+    """The beginning of its head; below 0 where that is in the span before."""
     role: str
 
 
@@ -44,7 +44,7 @@ class Label:
     role: str | None
     text: str
     messages: int
-    """The number of messages that begin in it; 0 for a part of one that began before."""
+    """The number of messages that begin in the span; 0 for a part of one that began before."""
 
 
 class Labels:
@@ -75,21 +75,21 @@ class Labels:
         return max(map(len, self.heads.values()), default=0)
 
     def starts(self, key: bytes, before: bytes = b"") -> list[MessageStart]:
-        """Find the messages that begin in a span. `before` is the end of the span that it follows:
-        a head may lie there, where all that can follow a message begins with it."""
+        """Find the messages that begin in a span. `before` is the end of the span before it, which
+        holds the head if all messages that follow have the same one."""
         found: dict[int, MessageStart] = {}
         shift = len(before) // WIDTH
         for role, head in self.heads.items():
             for place in _places(before + key, head):
                 at = place // WIDTH - shift
                 start = MessageStart(at + len(head) // WIDTH, at, role)
-                # One role's may begin with another's.
+                # One role's head may begin with another's.
                 if at not in found or start.text > found[at].text:
                     found[at] = start
         return sorted(m for m in found.values() if 0 <= m.text <= len(key) // WIDTH)
 
     def label(self, key: bytes, starts: list[MessageStart], before: str | None) -> Label:
-        """Label a span. `before` is the role of the message that it goes on with."""
+        """Label a span. `before` is the role of the message that the span continues."""
         end = len(key) // WIDTH
         heads = [start.head for start in starts] + [end]
         begun = [start for start in starts if start.text < end]
@@ -134,7 +134,7 @@ class Labels:
             text = self._before(chat, index)
             if text is None:
                 continue
-            # What ends the message before is not this one's.
+            # The end of the message before does not belong to the head.
             cut = text.rfind(opening) if opening else -1
             heads[role] = text[cut:] if cut >= 0 else text
         stripped = {role: text.rstrip() for role, text in heads.items()}

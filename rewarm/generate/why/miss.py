@@ -1,4 +1,4 @@
-"""Puts a miss in words and figures, as a reply's `rewarm.miss` says it."""
+"""Put a miss in words and figures, for the field `rewarm.miss` of a reply."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHY = {
 def described(
     miss: Miss, prompt: Prompt, tokenizer: Any, chat: Chat | None = None
 ) -> dict[str, Any]:
-    """Give a miss as a reply tells it; `chat` is None for plain text."""
+    """Describe a miss for a reply. `chat` is None for plain text."""
     size = len(prompt.tokens)
     body: dict[str, Any] = {
         "reason": miss.reason,
@@ -77,7 +77,7 @@ def _thinking(tokenizer: Any, place: Location, stored: str, sent: str) -> Locati
 
 
 def _words(tokenizer: Any, tokens: Tokens, *, end: bool = False) -> str:
-    """Decode tokens, without the ends of characters that were cut."""
+    """Decode tokens, without characters at the ends that are cut in two."""
     text = str(tokenizer.decode(tokens.tolist())).strip("\ufffd") if len(tokens) else ""
     return text[-SHOWN:] if end else text[:SHOWN]
 

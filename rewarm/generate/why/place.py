@@ -1,4 +1,4 @@
-"""Finds the message, and the part of it, that a token position of a prompt lies in."""
+"""Find the message, and the part of it, that a token position of a prompt lies in."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def locate(
     `chat` is normalised, as it was rendered."""
     if position >= prompt.generation and prompt.generation:
         return Location("generation", role="assistant")
-    # Not always in the order of the messages: a template may move the system prompt.
+    # They are not always in the order of the messages: a template may move the system prompt.
     ends = sorted(prompt.ends, key=lambda e: e.position)
     before = [e for e in ends if e.position <= position]
     after = [e for e in ends if e.position > position]
     first = before[-1].index if before else -1
     last = after[0].index if after else len(chat) - 1
     begin = before[-1].position if before else 0
-    # An end lies a little early where a token holds the last letters and what follows them.
+    # An end is a little early if one token holds the last letters and the text after them.
     stop = after[0].position + SPARE if after else len(prompt.tokens)
     text = str(tokenizer.decode(prompt.tokens[begin:stop].tolist()))
     at = len(str(tokenizer.decode(prompt.tokens[begin:position].tolist())))

@@ -1,4 +1,5 @@
-"""Keeps the last chats of each tenant, to compare new ones with. Bounded in number and in size."""
+"""Keep the last chats, to compare new ones of the same tenant with them. Their number and size are
+bounded."""
 
 from __future__ import annotations
 
@@ -24,19 +25,19 @@ class RecentChat:
     id: str
     salt: str | None
     chat: Chat
-    """It ends with the delivered answer, where that is done."""
+    """The chat, which ends with its answer if there was one complete answer."""
     tokens: Tokens
     generation: int
     at: float = field(default_factory=time.time)
 
     def overlap(self, messages: Sequence[Message]) -> int:
-        """Count the characters of messages that both have, wherever they stand."""
+        """Count the characters of the messages that both chats have, at any position."""
         own = {(m["role"], m["content"]) for m in self.chat.messages}
         return sum(len(m["content"]) for m in messages if (m["role"], m["content"]) in own)
 
 
 class RecentChats:
-    """Safe to use from several threads."""
+    """The last chats that were answered. Safe to use from several threads."""
 
     def __init__(self, most: int = MOST, most_tokens: int = MOST_TOKENS) -> None:
         self._most, self._most_tokens = most, most_tokens
@@ -46,7 +47,7 @@ class RecentChats:
 
     def add(self, chat: RecentChat) -> None:
         with self._lock:
-            # A turn of the same conversation says all that the one before it said.
+            # A later turn of a conversation contains the earlier turn.
             covered = [c for c in self._chats if c.salt == chat.salt and _goes_on(chat, c)]
             for old in covered[-1:]:
                 self._drop(old)

@@ -1,4 +1,4 @@
-"""An answer as it is generated: tokens to thinking, text and tool calls."""
+"""Read an answer as it is generated: its tokens become thinking, text and tool calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..messages import AnswerParts, Part
 from .readers import PlainReader, Reader, reader_of
 
 LOST = "\ufffd"
-"""The character that stands for bytes which are no whole character."""
+"""The character that replaces bytes which are no whole character."""
 
 SPELLINGS = (LOST, "ï¿½", "<0xEF><0xBF><0xBD>")
 """The spellings of that character in vocabularies: its text, or its three bytes."""
@@ -43,10 +43,10 @@ class Passed(NamedTuple):
 
 
 class Stops:
-    """Lets text through up to the first stop sequence, which may come in pieces.
+    """Let text through up to the first stop sequence, which may come in pieces.
 
-    The first one is the one that is complete first; of two that end together, the longer one. So
-    the result does not depend on how the text is cut into pieces.
+    The first one is the one that ends first; of two that end together, it is the longer one. So the
+    result does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
@@ -74,7 +74,7 @@ class Stops:
 
 
 def _begun(text: str, stop: str) -> int:
-    """The number of characters at the end of a text that may begin a stop sequence."""
+    """Give the number of characters at the end of a text that may begin a stop sequence."""
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while at >= 0:
         if stop.startswith(text[at:]):
@@ -138,7 +138,7 @@ class Answer(AnswerParts):
         calls: list[Part] = []
         for part in parts:
             if part.call is not None or (part.kind == "thinking" and part.text):
-                # No stop sequence spans these, and what came before them is not to come after.
+                # No stop sequence spans these parts, and text from before must not come after them.
                 text += self._stops.flush()
             if part.kind == "call":
                 calls.append(part)
@@ -180,7 +180,7 @@ class Answer(AnswerParts):
     def _last_segment(self) -> str:
         try:
             self._detokenizer.finalize()
-        except Exception:  # half a character, which mlx-lm's detokenizer may stumble over
+        except Exception:  # mlx-lm's detokenizer may fail on half a character
             return ""
         segment = str(self._detokenizer.last_segment)
         if segment.endswith(LOST) and not self._wrote_lost():
@@ -188,7 +188,7 @@ class Answer(AnswerParts):
         return segment
 
     def _wrote_lost(self) -> bool:
-        """The last character is LOST itself, and not the beginning of another character."""
+        """Say whether the last character is LOST itself, and not a part of another character."""
         try:
             # Its bytes may be three tokens.
             tokens = self._tokenizer.convert_ids_to_tokens(self._detokenizer.tokens[-3:])
@@ -197,8 +197,8 @@ class Answer(AnswerParts):
         return "".join(t or "" for t in tokens).endswith(SPELLINGS)
 
     def _whole_tail(self, prompt: Tokens) -> list[int]:
-        """Tokens near the prompt's end that are whole characters and do not end with a space: a
-        detokenizer holds nothing of them back."""
+        """Find tokens near the prompt's end that are whole characters and do not end with a space:
+        a detokenizer holds nothing of them back."""
         for stop in range(len(prompt), max(len(prompt) - TAIL, 0), -1):
             for begin in range(stop - 1, max(stop - TAIL, 0) - 1, -1):
                 tail: list[int] = prompt[begin:stop].tolist()

@@ -1,7 +1,7 @@
-"""Generated text taken apart, by the formats that models answer in.
+"""Split generated text into parts, by the formats in which models answer.
 
 mlx-lm's parsers know most formats. To add a tool-call format that they do not know, write a
-`Reader` here, as `HarmonyReader` is one, and choose it in `reader_of`."""
+`Reader` such as `HarmonyReader` here, and choose it in `reader_of`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ..messages import Call, Part
 
 class Reader(Protocol):
     def feed(self, text: str) -> list[Part]:
-        """Take some more text, and give the parts that are certain now, in order."""
+        """Take more text, and give the parts that are certain now, in order."""
 
     def finish(self) -> list[Part]:
         """Give the rest, after the last text."""
 
 
 class PlainReader:
-    """Reads everything as text."""
+    """A reader that reads everything as text."""
 
     def feed(self, text: str) -> list[Part]:
         return [Part("text", text)]
@@ -37,7 +37,7 @@ class PlainReader:
 
 
 class MlxReader:
-    """Reads with mlx-lm's state machine and the model's tool parser.
+    """A reader with mlx-lm's state machine and the model's tool parser.
 
     The newlines around thinking belong to neither the thinking nor the answer: the template writes
     them there again."""
@@ -80,7 +80,7 @@ class MlxReader:
             parts.append(Part("thinking", self._thinking(text)))
         elif name == "normal":
             parts.append(Part("text", self._without_newlines(text)))
-        return parts  # other states are a format's own: the headers of messages
+        return parts  # other states belong to a format, such as the headers of messages
 
     def _thinking(self, text: str) -> str:
         text = self._newlines + self._without_newlines(text)
@@ -95,21 +95,21 @@ class MlxReader:
         return text
 
     def _take_call(self, *, closed: bool) -> list[Part]:
-        """Take the call that was just written; its text where it cannot be parsed."""
+        """Give the calls that were just written, or their text where it cannot be parsed."""
         text, self._call = self._call, ""
         if not text.strip():
             return []
         try:
             parsed = self._parse(text, self._tools)
             calls = [call_of(c) for c in (parsed if isinstance(parsed, list) else [parsed])]
-        except Exception:  # a parser may stumble in any way over what a model writes
+        except Exception:  # a parser may raise any error on what a model writes
             start, stop = self._markers
             return [Part("text", start + text + (stop if closed else ""))]
         return [Part("call", call=call) for call in calls]
 
 
 class HarmonyReader:
-    """Reads GPT-OSS: messages, each with a header that names its channel and its recipient.
+    """A reader for GPT-OSS: messages with a header that names their channel and their recipient.
 
     mlx-lm has no parser for them, and the template refuses an answer that comes back unparsed.
     """
@@ -187,7 +187,7 @@ class HarmonyReader:
         return any(o.startswith(header[: len(o)]) for o in self.OPENINGS)
 
     def _as_text(self) -> list[Part]:
-        """Read all of it as text: the model does not keep to the format."""
+        """Read the rest as text, since the model does not keep to the format."""
         text, self._header = self._header, ""
         held = self._state[3]
         self._first = False
@@ -205,7 +205,7 @@ def reader_of(tokenizer: Any, prompt: Tokens, tools: list[Any] | None) -> Reader
 
 
 def call_of(parsed: Any) -> Call:
-    """A parsed call in OpenAI's shape. Raises an error where it is none."""
+    """Write a parsed call in OpenAI's shape. Raises an error where it is none."""
     if not isinstance(parsed["name"], str) or not parsed["name"]:
         raise ValueError("a call needs a name")
     arguments = parsed.get("arguments", {})
@@ -219,7 +219,7 @@ def call_of(parsed: Any) -> Call:
 
 
 def _initial_state(tokenizer: Any, prompt: Tokens) -> str:
-    """The state in which the answer begins: the template may have opened the thinking."""
+    """Find the state in which the answer begins: the template may have opened the thinking."""
     found: str | None = tokenizer.response_initial_state
     if found:
         return found
@@ -231,7 +231,7 @@ def _initial_state(tokenizer: Any, prompt: Tokens) -> str:
 
 
 def _last(prompt: Tokens, wanted: tuple[int, ...]) -> int:
-    """The last place of a sequence, or -1. mlx-lm's own search is slow in long prompts."""
+    """Find the last place of a sequence, or -1. mlx-lm's own search is slow in long prompts."""
     for at in reversed(np.flatnonzero(prompt == wanted[0]).tolist()):
         if tuple(prompt[at : at + len(wanted)].tolist()) == wanted:
             return int(at)
@@ -239,13 +239,14 @@ def _last(prompt: Tokens, wanted: tuple[int, ...]) -> int:
 
 
 def _numbers(tokenizer: Any, tokens: Iterable[str]) -> dict[str, int]:
-    """The ids of those tokens that the vocabulary has. Asking for the whole vocabulary is slow."""
+    """Find the ids of those tokens that the vocabulary has. Asking for the whole vocabulary is
+    slow."""
     found = ((t, tokenizer.convert_tokens_to_ids(t)) for t in tokens)
     return {t: n for t, n in found if n is not None and n != tokenizer.unk_token_id}
 
 
 def _open_message(tokenizer: Any, prompt: Tokens, named: dict[str, int]) -> tuple[str, bool]:
-    """The header of the message that the prompt ends in; true where its body has begun."""
+    """Find the header of the message that the prompt ends in; true where its body has begun."""
     others = [n for marker, n in named.items() if marker not in ("<|message|>", "<|channel|>")]
     outside = np.flatnonzero(np.isin(prompt, others))
     message = prompt[int(outside[-1]) + 1 if len(outside) else 0 :]

@@ -12,11 +12,11 @@ from mlx_lm.tokenizer_utils import _byte_decoder
 class TokenText(NamedTuple):
     text: str
     bytes: list[int] | None
-    """None where the tokenizer does not tell them."""
+    """None where the tokenizer does not give them."""
 
 
 class TokenTexts:
-    """Gives the texts of tokens, and remembers them."""
+    """The texts of tokens, which are remembered."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -31,7 +31,7 @@ class TokenTexts:
 
 
 def _raw(piece: str) -> list[int] | None:
-    """The bytes of a token that is a part of a character."""
+    """Give the bytes of a token that is a part of a character."""
     if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):
         return [int(found[1], 16)]
     decoder = _byte_decoder()

@@ -1,8 +1,8 @@
-"""The ends of messages in a rendered chat, and the ends among them that no further turn moves.
+"""Find the ends of messages in a rendered chat, and the boundaries that no further turn moves.
 
-No template is known by its markers. The chat is rendered with other endings too (`probes.py`), and
-the text that all of them begin with is what no further turn moves. The number of renders does not
-depend on the chat's length, and most of them are of its end only."""
+The markers of templates are not known here. The chat is rendered with other endings too
+(`probes.py`): no further turn moves the text that all renders begin with. The number of renders
+does not depend on the chat's length, and most of them are of its end only."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class QuestionPlaces(NamedTuple):
     """The places around the last question at which a chat may go on in another way."""
 
     turn: CommonPlace | None
-    """Before it."""
+    """Before the question."""
     user: CommonPlace | None
-    """After it."""
+    """After the question."""
     answered: CommonPlace | None
-    """After it, where an answer follows."""
+    """After the question, if an answer follows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class Rendered:
 
     chat: list[Message]
     context: Chat
-    """The chat as it was asked for: it has the tools and options that all renders share."""
+    """The chat of the request, with the tools and options that all renders share."""
     encoded: Encoded
     template: Template
     encoder: Encoder
@@ -75,7 +75,7 @@ class Rendered:
 
     @property
     def system(self) -> int:
-        """The number of messages that lead the chat and are the system's."""
+        """The number of system messages at the beginning of the chat."""
         leading = (i for i, m in enumerate(self.chat) if not is_system(m))
         return next(leading, len(self.chat))
 
@@ -98,12 +98,13 @@ class Rendered:
 
     @cached_property
     def ends(self) -> tuple[MessageEnd, ...]:
-        """Every message whose content the template has copied, by one tagged render."""
+        """The ends of all messages whose contents the template copies, found by one tagged
+        render."""
         located = self._located(begin=False).items()
         return tuple(MessageEnd(i, self.chat[i]["role"], position) for i, position in located)
 
     def _located(self, *, begin: bool) -> dict[int, int]:
-        """The positions of the beginnings or the ends of contents, by message."""
+        """Find the positions of the beginnings or the ends of contents, by message."""
         tags = Tags(self.text)
         chat = tags.tagged(self.chat, begin=begin, continued=self.continued)
         tagged = self.template.attempt(chat, self.context, generation=not self.continued)
@@ -124,13 +125,13 @@ class Rendered:
         if without and without != view.text:
             at = view.of_whole(common_text(view.text, without))
             return self.encoder.end(self.encoded, at) or 0
-        # The template writes it always, or never: it is somewhere after the last message.
+        # The template always writes it, or never does: it is somewhere after the last message.
         last = len(self.chat) - 1 - self.continued
         return max((e.position for e in self.ends if e.index == last), default=0)
 
     def boundaries(self, *, every_turn: bool) -> tuple[Boundary, ...]:
-        """The boundaries that placement uses. `every_turn` adds those of all earlier turns, by a
-        rule that gives the same positions in every later turn."""
+        """Find the boundaries that placement uses. `every_turn` adds those of all earlier turns, by
+        a rule that gives the same positions in every later turn."""
         found = _boundary(self._system_end(), "system")
         around = self._around(every_turn)
         user = self._position(around.user)
@@ -140,17 +141,17 @@ class Rendered:
             found += _boundary(self._position(around.turn), "turn")
             found += _boundary(user, "user")
         if len(self.chat) > self.user + 1 and not self.continued:
-            # Until the next message of the user: then thinking may go from all of it.
+            # It holds until the next user message: then the template may drop all this thinking.
             loop = self._position(self._seen(self.view, self._loop))
             found += _beyond(found, loop, "turn", 1)
         elif not every_turn:
-            # Only where an answer follows, not another message of the user.
+            # It holds only if an answer follows, and not if another message of the user does.
             found += _beyond(found, self._position(around.answered), "user", APART)
         return _distinct(found, len(self.encoded.tokens))
 
     def marks(self, marked: Iterable[int], boundaries: Iterable[Boundary]) -> tuple[int, ...]:
-        """The positions of marked messages' ends. A message without text, such as a tool call, is
-        marked where the next message's text begins, or else where the nearest text before it
+        """Give the positions of marked messages' ends. A message without text, such as a tool call,
+        is marked where the next message's text begins, or else where the nearest text before it
         ends."""
         wanted = set(marked)
         places = {e.index: e.position for e in self.ends}
@@ -170,7 +171,7 @@ class Rendered:
         return tuple(sorted({found[m] for m in wanted if m in found}))
 
     def _system_end(self) -> int | None:
-        """The end of system and tools, which other chats share."""
+        """Find the end of system and tools, which other chats share."""
         chat = self.chat[: self.system]
 
         def probed() -> tuple[CommonPlace | None]:
@@ -183,8 +184,8 @@ class Rendered:
         return None if alone else position
 
     def _around(self, every_turn: bool) -> QuestionPlaces:
-        """The places around the question. Every step of a tool loop asks for them again."""
-        # How a view without all steps ends says nothing of where the question is.
+        """Find the places around the question. Every step of a tool loop asks for them again."""
+        # The end of a view without all steps says nothing about the places of the question.
         view = self.view if self.view.has_steps else self.whole
 
         def probed() -> QuestionPlaces:
@@ -201,7 +202,7 @@ class Rendered:
         answered = self._probe(asked, probes.after_a_question(self.context.tools))
         if not answered:
             return QuestionPlaces(turn, None, None)
-        # The question itself, whatever follows it in this chat.
+        # The question alone, without what follows it in this chat.
         last = len(asked) == len(view.chat) and not self.continued
         alone = view.text if last else self.template.attempt(asked, self.context)
         answered += [alone] if alone is not None else []
@@ -234,12 +235,12 @@ class Rendered:
             return find(self.whole)
 
     def _position(self, common: CommonPlace | None) -> int | None:
-        """The number of tokens that the prompt and the probes begin with alike."""
+        """Count the tokens that the prompt and the probes have in common at their beginning."""
         return self.encoder.edge(self.encoded, common.at, common.tails) if common else None
 
     def _of_every_turn(self, proven: int) -> Iterable[Boundary]:
-        """The ends of the user's messages, and of those before them. The ends inside a tool loop
-        are left out: they would be new to the grid once the loop is over."""
+        """Find the ends of the user's messages, and of those before them. The ends inside a tool
+        loop are left out: they would be new to the grid once the loop is over."""
         roles = [m["role"] for m in self.chat]
         kinds: dict[int, Kind] = {self.user: "user", self.user - 1: "turn"}
         for end in self.ends:
@@ -250,7 +251,7 @@ class Rendered:
 
 
 class Places:
-    """Remembers places of chats that begin with the same messages.
+    """The remembered places of chats, which chats that begin with the same messages share.
 
     Only places that these messages alone decide are remembered. Otherwise the grid of `exact` would
     depend on which chat came first.
@@ -261,7 +262,7 @@ class Places:
         self._lock = threading.Lock()
 
     def remembered(self, key: bytes, text: str, find: Callable[[], P]) -> P:
-        """The places of a chat with this text, found or remembered."""
+        """Give the places of a chat with this text, found or remembered."""
         with self._lock:
             known = self._known.get(key)
         # A template may write the date, so that the remembered text is yesterday's.
@@ -288,7 +289,7 @@ def _boundary(position: int | None, kind: Kind) -> list[Boundary]:
 
 
 def _beyond(found: list[Boundary], position: int | None, kind: Kind, apart: int) -> list[Boundary]:
-    """A boundary that is not durable, where it lies after the others."""
+    """Make a boundary that is not durable, where it lies after the others."""
     last = max((b.position for b in found), default=0)
     if position is None or position < last + apart:
         return []
@@ -296,8 +297,8 @@ def _beyond(found: list[Boundary], position: int | None, kind: Kind, apart: int)
 
 
 def _distinct(found: list[Boundary], stop: int) -> tuple[Boundary, ...]:
-    """The boundaries in order, one for each position: rather a durable one, rather one with a
-    kind."""
+    """Give the boundaries in order, one for each position. A durable boundary is preferred, and
+    then one with a kind."""
     best: dict[int, Boundary] = {}
     for boundary in sorted(found, key=_rank):
         # The last token of a prompt is left to the first decode step.

@@ -1,10 +1,10 @@
-"""Text to tokens, and the token positions of places in a text that no other ending moves.
+"""Encode text, and find the token positions of places in a text that no other ending moves.
 
 A text is encoded only from where it differs from earlier ones.
 
 Tokenizers cut a text at added tokens (`<|im_start|>`) first. So encoding that starts at such a
-token gives the same tokens as in the middle of a text. These places are the *anchors* where
-encoding starts again.
+token gives the same tokens as in the middle of a text. The places of these tokens are *anchors*,
+where encoding can start again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEPT_TEXTS = 256
 KEPT_CHARACTERS = 16_000_000
 
 FOLLOWERS = ("Aa", "a", "1", " x", "  ", "\n", "\n\n", ".", '"', "\\n", "{", "[", "<", "é", "中")
-"""Beginnings of messages. A token that one of them changes is not common to all endings."""
+"""Beginnings of following texts. A token that one of them changes is not common to all endings."""
 
 FAR = 16384
 """Characters between a place and an anchor beyond which the position is not looked for."""
@@ -42,7 +42,7 @@ NEAR = 96
 """Characters before a place that decide which of its tokens another ending changes."""
 
 IN_STEP = 4
-"""Tokens in which a short text must agree with the whole one to be taken for a part of it."""
+"""The number of tokens before a place that a short text must have in common with the whole one."""
 
 KEPT_HEADS = 4096
 LONGEST_HEAD = 512
@@ -67,18 +67,18 @@ class Encoded:
     anchors: Sequence[Anchor]
 
     def anchor_within(self, characters: int) -> Anchor | None:
-        """The last anchor that ends within so many characters."""
+        """Find the last anchor that ends within so many characters."""
         index = bisect_right(self.anchors, characters, key=_stop)
         return self.anchors[index - 1] if index else None
 
     def anchor_from(self, characters: int) -> Anchor | None:
-        """The first anchor that starts after so many characters."""
+        """Find the first anchor that starts after so many characters."""
         index = bisect_left(self.anchors, characters, key=_start)
         return self.anchors[index] if index < len(self.anchors) else None
 
 
 class Encoder:
-    """Encodes as `apply_chat_template` does. Safe to use from several threads."""
+    """An encoder that encodes as `apply_chat_template` does. Safe to use from several threads."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -92,7 +92,7 @@ class Encoder:
         self._remembered = lru_cache(KEPT_HEADS)(self._common)
 
     def encode(self, text: str) -> Encoded:
-        """Encode a text from the last anchor on that it shares with a known text."""
+        """Encode a text, beginning at the last anchor that it shares with a known text."""
         known, anchor = self._nearest(text)
         if known is not None and known.text == text:
             self._remember(known, None)
@@ -104,20 +104,20 @@ class Encoder:
             start, tokens = anchor.start, known.tokens[: anchor.token]
         new = self.tokens(text[start:])
         more = self._anchors(text, start, new, len(tokens))
-        # All or none, so that the anchors of a text do not depend on the texts before it.
+        # A text has all its anchors or none, so that they do not depend on the texts before it.
         anchors = () if more is None else (*before, *more)
         whole = np.concatenate([tokens, new])
         whole.flags.writeable = False
         found = Encoded(text, whole, anchors)
-        # The text of an earlier turn is of no more use: this one has all but its generation prompt.
+        # The text of an earlier turn is dropped: this one has all of it but its generation prompt.
         covered = known is not None and anchor in known.anchors[-4:]
         self._remember(found, known.text if known is not None and covered else None)
         return found
 
     def tokens(self, text: str) -> Tokens:
-        """The tokens of a text, all of it encoded."""
+        """Give the tokens of a text, all of it encoded."""
         try:
-            # A tokenizer's state is not made for two threads.
+            # A tokenizer is not safe to use from two threads at once.
             with self._encoding:
                 tokens = self._tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # lone surrogates, above all
@@ -125,8 +125,8 @@ class Encoder:
         return np.asarray(tokens, dtype=np.int32)
 
     def end(self, whole: Encoded, at: int) -> int | None:
-        """The position of a message's end: before the added token that follows it, or else by the
-        text before it only. None where it is too far from an anchor."""
+        """Find the position of a message's end, by the added token that follows it or else by the
+        text before it. None where it is too far from an anchor."""
         space = _space.match(whole.text, at)
         after = whole.anchor_from(at)
         if after is not None and space is not None and after.start <= space.end():
@@ -134,9 +134,9 @@ class Encoder:
         return self._edge(whole, at, (), FAR_END if after is not None else 0, FAR_END)
 
     def edge(self, whole: Encoded, at: int, tails: tuple[str, ...]) -> int | None:
-        """The number of tokens that stay the same whatever follows the first `at` characters.
+        """Give the number of tokens that stay the same whatever follows the first `at` characters.
 
-        `tails` are texts that are known to follow. None where it is too far from an anchor.
+        `tails` are texts that are known to follow. None where the place is too far from an anchor.
         """
         return self._edge(whole, at, tails, FAR, FAR)
 
@@ -169,7 +169,7 @@ class Encoder:
         return position
 
     def _same(self, head: str, tails: tuple[str, ...]) -> Tokens:
-        """The tokens that a text begins with, whatever follows it."""
+        """Give the tokens that a text begins with, whatever follows it."""
         return (self._remembered if len(head) <= LONGEST_HEAD else self._common)(head, tails)
 
     def _common(self, head: str, tails: tuple[str, ...]) -> Tokens:
@@ -179,7 +179,8 @@ class Encoder:
         return same
 
     def _nearest(self, text: str) -> tuple[Encoded | None, Anchor | None]:
-        """The known text that begins most like this one, and the last anchor that both have."""
+        """Find the known text that begins most like this one, and the last anchor that both
+        have."""
         with self._lock:
             texts = list(self._texts.values())
         nearest: tuple[Encoded | None, Anchor | None] = (None, None)
@@ -193,7 +194,7 @@ class Encoder:
         return nearest
 
     def _anchors(self, text: str, start: int, tokens: Tokens, before: int) -> list[Anchor] | None:
-        """The places of added tokens; None where the text and the tokens disagree on them."""
+        """Find the places of added tokens; None where the text and the tokens disagree on them."""
         if self._pattern is None:
             return []
         matches = list(self._pattern.finditer(text, start))
@@ -217,7 +218,7 @@ class Encoder:
 
 
 def _anchor_tokens(tokenizer: Any) -> dict[str, int]:
-    """The added tokens before which a text can be cut without a change of its other tokens."""
+    """Find the added tokens before which a text can be cut without a change of its other tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     added = getattr(tokenizer, "added_tokens_decoder", None)
     if backend is None or not added:
@@ -230,7 +231,7 @@ def _anchor_tokens(tokenizer: Any) -> dict[str, int]:
         and not (token.lstrip or token.single_word)
         # A normalizer may change what lies before such a token together with it.
         and (plain or not token.normalized)
-        # One that ordinary text may give too (runs of spaces) tells nothing.
+        # A token that ordinary text may give too (a run of spaces) is no anchor.
         and (token.special or backend.model.token_to_id(token.content) is None)
     }
 

@@ -1,7 +1,7 @@
 """Other endings of a chat, and the part of a chat that they are rendered on.
 
-The text that all endings begin with is what no further turn moves. They are rendered on the end of
-the chat, if that renders as it does in the whole."""
+No further turn moves the text that all renders begin with. The endings are rendered on the end of
+the chat only, if its text is the same as in the whole chat."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANSWER: Message = {"role": "assistant", "content": "Yes."}
 THOUGHT: Message = {**ANSWER, **dict.fromkeys(REASONING, "Hm.")}
 
 CALL_ID = "rewarm000"
-"""Nine letters or digits, which Mistral's templates insist on."""
+"""Nine letters or digits, which Mistral's templates require."""
 
 NAME = "rewarm"
 
@@ -55,12 +55,12 @@ INTERRUPTED = (ProbeEnding(((OTHER,),), needed=False),)
 
 
 def after_a_question(tools: list[Any] | None) -> tuple[ProbeEnding, ...]:
-    """The endings after a message of the user."""
+    """Give the endings after a message of the user."""
     return (*ANSWERED, ProbeEnding((called(tools),), needed=False)) if tools else ANSWERED
 
 
 def in_a_loop(tools: list[Any] | None) -> tuple[ProbeEnding, ...]:
-    """The endings after a tool's result."""
+    """Give the endings after a tool's result."""
     return (
         ProbeEnding((called(tools), (ANSWER, QUESTION))),
         ProbeEnding((called(tools, thought="Hm."), (THOUGHT, QUESTION)), needed=False),
@@ -81,14 +81,14 @@ def called(tools: list[Any] | None, thought: str | None = None) -> Ending:
 
 
 def _name(tool: Any) -> str:
-    """The name of a tool: templates may look it up."""
+    """Give the name of a tool: templates may look it up."""
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) and name else NAME
 
 
 def results(calls: Iterable[dict[str, Any]], text: str, *, named: bool = False) -> Ending:
-    """A message with a result for each call."""
+    """Make a message with a result for each call."""
     return tuple(
         {
             "role": "tool",
@@ -131,7 +131,7 @@ class CommonPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """A chat with its text, or the end of a chat with the text of that.
+    """A chat with its text, or the end of a chat with the text of that end.
 
     The end leaves out most earlier turns, and most steps of a loop that is under way."""
 
@@ -141,23 +141,23 @@ class View:
     has_steps: bool = True
     """Everything after the last question is there."""
     begins: int = 0
-    """The character from which on the text is the end of the whole text."""
+    """The first character from which the text is the same as the end of the whole text."""
     left_out: int = 0
     """The number of characters that only the whole text has."""
 
     def as_end_of(self, whole: str, text: str) -> View:
-        """The view with its text, which ends as the whole one does."""
+        """Give the view with its text, which ends as the whole one does."""
         begins = len(text) - common_end(text, whole)
         return replace(self, text=text, begins=begins, left_out=len(whole) - len(text))
 
     def of_whole(self, at: int) -> int:
-        """The same place in the whole text. Raises NotInView."""
+        """Give the same place in the whole text. Raises NotInView."""
         if at < self.begins:
             raise NotInView
         return at + self.left_out
 
     def common(self, renders: Sequence[str] | None) -> CommonPlace | None:
-        """The place up to which the text and these renders are alike. Raises NotInView."""
+        """Find the place up to which the text and these renders are alike. Raises NotInView."""
         if not renders:
             return None
         agreed = min(common_text(renders[0], r) for r in renders)
@@ -167,10 +167,10 @@ class View:
 
 
 def shortened(chat: list[Message], system: int, user: int) -> View | None:
-    """The end of a chat, without its text; None where little could be left out.
+    """Give the end of a chat, without its text; None where little could be left out.
 
-    A template may treat the first message of a kind in its own way, or every message that says what
-    the last question says. So a message of each kind is kept, and every such question."""
+    A template may treat the first message of a kind in its own way, or every message with the text
+    of the last question. So a message of each kind is kept, and every such question."""
     if len(chat) <= WORTH:
         return None
     before, after = range(system, user), range(user + 1, len(chat))
@@ -186,7 +186,8 @@ def shortened(chat: list[Message], system: int, user: int) -> View | None:
 
 
 def _latest(chat: list[Message], span: range, starts: list[int], needed: list[int]) -> int:
-    """The last of the starts that has a message of each kind after it, and all that is needed."""
+    """Give the last of the starts that is followed by a message of each kind, and by all that is
+    needed."""
     of_kind = {_kind(chat[i]): i for i in span}
     bound = min([*of_kind.values(), *needed], default=span.start)
     return max((i for i in starts if i <= bound), default=span.start)

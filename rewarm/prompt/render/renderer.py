@@ -1,4 +1,4 @@
-"""Chats to prompts: tokens, and where the messages end."""
+"""Render chats to prompts: tokens, and the ends of the messages."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Prompt:
     generation: int = 0
     """The begin of the generation prompt, or of the answer that is continued."""
     rendered: Rendered | None = None
-    """The chat that it is of, or the beginning of; None for a plain text."""
+    """The rendered chat. The prompt may be only its beginning. None for a plain text."""
 
     @cached_property
     def ends(self) -> tuple[MessageEnd, ...]:
-        """Every message that can be located. This takes a render of the whole chat."""
+        """The ends of all messages that can be located. This takes a render of the whole chat."""
         ends = self.rendered.ends if self.rendered is not None else ()
         return tuple(e for e in ends if e.position <= len(self.tokens))
 
 
 class ChatRenderer:
-    """Renders chats through a model's template. Safe to use from several threads."""
+    """A renderer of chats through a model's template. Safe to use from several threads."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not isinstance(tokenizer, TokenizerWrapper):
@@ -122,7 +122,8 @@ class ChatRenderer:
         return Rendered(chat, context, encoded, *tools, continued)
 
     def _continued(self, chat: list[Message], context: Chat) -> str:
-        """The text up to the end of the last message's content, whatever a template adds there."""
+        """Render the text up to the end of the last message's content, without what the template
+        adds after it."""
         tags = Tags("".join(m["content"] for m in chat))
         tagged = self._template.render(tags.tagged(chat, continued=True), context, generation=False)
         text = tags.before_last(tagged)
@@ -134,7 +135,7 @@ class ChatRenderer:
 
 
 def _is_begun(chat: list[Message]) -> bool:
-    """The last message is an answer to continue; an empty one is only an answer to begin."""
+    """Say whether the last message has text to continue. An empty one only begins an answer."""
     last = chat[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         raise InvalidPrompt("only a last message of the assistant, with text, can be continued")

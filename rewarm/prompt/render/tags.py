@@ -1,7 +1,7 @@
-"""Places of messages in a rendered chat, found by one more render with tags in the contents.
+"""Find the places of messages in a rendered chat, by one more render with tags in the contents.
 
-Where taking the tags out gives the text without them, the template has only copied the contents,
-and the tags are where the messages begin or end.
+If that render without its tags is equal to the first one, the template has only copied the
+contents, and the tags are where the messages begin or end.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Tags:
         self._pattern = re.compile(f"{self._mark}x([0-9]+)z")
 
     def tagged(self, chat: list[Message], *, begin: bool = False, continued: bool) -> list[Message]:
-        """The chat with a tag at the end of each content, or at its beginning, within the white
-        space around it. Where the last message is `continued`, a tag at the very end keeps the
-        white space there."""
+        """Put a tag at the end of each content, or at its beginning, within the white space around
+        it. Where the last message is `continued`, a tag at the very end keeps the white space
+        there."""
         tagged = [self._tagged(i, message, begin) for i, message in enumerate(chat)]
         if continued:
             last = tagged[-1] if begin else chat[-1]
@@ -35,8 +35,8 @@ class Tags:
         return tagged
 
     def places(self, rendered: str, text: str, *, whole: bool = True) -> dict[int, int]:
-        """The places of the tags in the text, in characters, by message. Not `whole`: the text is
-        only the beginning of what was rendered."""
+        """Find the places of the tags in the text, in characters, by message. Without `whole`, the
+        text is only the beginning of what was rendered."""
         found: dict[int, list[int]] = {}
         # Texts and the numbers of the tags between them, in turn.
         parts = self._pattern.split(rendered)
@@ -47,7 +47,7 @@ class Tags:
         untagged = "".join(parts[::2])
         if not untagged.startswith(text) or (whole and untagged != text):
             return {}
-        # One that is written twice has no place.
+        # A tag that is written twice has no place.
         return {
             i: places[0]
             for i, places in sorted(found.items())
@@ -55,7 +55,7 @@ class Tags:
         }
 
     def before_last(self, rendered: str) -> str | None:
-        """The text that is rendered before the last tag."""
+        """Give the text that is rendered before the last tag."""
         parts = self._pattern.split(rendered)
         return "".join(parts[:-1:2]) if len(parts) > 1 else None
 
@@ -66,7 +66,7 @@ class Tags:
         content: str = message["content"]
         inner = content.lstrip() if begin else content.rstrip()
         if not inner:
-            return message  # a template may ask whether there is a content at all
+            return message  # a template may check whether there is a content at all
         space = len(content) - len(inner)
         at = space if begin else len(inner)
         return {**message, "content": content[:at] + self._tag(index) + content[at:]}

@@ -1,4 +1,4 @@
-"""A model's chat template: messages to text."""
+"""Render messages to text through a model's chat template."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ WORDS = "Rewarm asks"
 
 
 class TemplateRefusal(Exception):
-    """The template raised an error, whose message this one has."""
+    """The template cannot render these messages. The message says why."""
 
 
 class Template:
-    """Renders through mlx-lm's wrapper, so a tokenizer's own renderer is used where it has one."""
+    """A model's chat template. mlx-lm's wrapper renders it, with a tokenizer's own renderer if it
+    has one."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def render(self, chat: list[Message], context: Chat, *, generation: bool = True) -> str:
-        """The text of canonical messages, with the tools and options of `context`. Raises
+        """Render the text of canonical messages, with the tools and options of `context`. Raises
         TemplateRefusal."""
         if not getattr(self._tokenizer, "has_chat_template", True):
             raise TemplateRefusal(
@@ -61,7 +62,7 @@ class Template:
             )
         except RecursionError:
             raise TemplateRefusal("the messages or tools are nested too deeply") from None
-        except Exception as error:  # a template may fail in any way over what it is given
+        except Exception as error:  # a template may raise any error
             words = str(error).strip() or type(error).__name__
             raise TemplateRefusal(f"the chat template refuses these messages: {words}") from error
         if not isinstance(text, str):
@@ -72,7 +73,7 @@ class Template:
 
     @cached_property
     def _takes_developer(self) -> bool:
-        """The role "developer" reaches the prompt: some templates drop it in silence."""
+        """The role "developer" reaches the prompt. Some templates drop it without an error."""
         return self._shows("developer", WORDS)
 
     @cached_property

@@ -23,17 +23,17 @@ from ..work import Work
 
 RECENT = 64
 FIRST_TOKENS = 512
-"""Requests whose time to first token is remembered."""
+"""The number of requests whose time to first token is remembered."""
 STEP = 10
 """Seconds of a slot of the history."""
 SLOTS = 90
 SLOT_TIMES = 32
 WINDOWS = {"minute": 60, "five_minutes": 300, "fifteen_minutes": 900}
-"""Seconds over which a hit rate is told."""
+"""The seconds that a hit rate covers."""
 
 HOTTEST = 128
 HOTTEST_TOKENS = 1_000_000
-"""A limit for all of them together: 4 MB."""
+"""The most tokens of all these prefixes together: 4 MB."""
 LABEL_TOKENS = 48
 LABEL = 36
 """Characters of each end of a label."""
@@ -142,7 +142,7 @@ class Activity:
             self.hottest.note(run, salt)
 
     def hit_rates(self) -> dict[str, float | None]:
-        """The share of prompt tokens that was not computed, by window."""
+        """Give the share of prompt tokens that was not computed, by window."""
         since = time.time() - STEP
         rates = {
             name: share([slot.totals for slot in self.history if slot.at > since - seconds])
@@ -159,13 +159,13 @@ def stage_of(generation: Generation) -> Stage:
 
 
 def share(totals: Sequence[Totals]) -> float | None:
-    """The share of the prompt tokens that was not computed."""
+    """Give the share of the prompt tokens that was not computed."""
     whole = sum(t.prompt_tokens for t in totals)
     return round(sum(t.cached_tokens for t in totals) / whole, 4) if whole else None
 
 
 def percentile(times: Sequence[float], percent: float) -> float | None:
-    """The smallest time that at least so many percent of them do not exceed."""
+    """Give the smallest time that at least so many percent of the times do not exceed."""
     if not times:
         return None
     ranked = sorted(times)
@@ -179,7 +179,7 @@ class HotPrefix:
 
     salt: str | None
     prompt: Tokens
-    """One token more than the prefix: a prompt that would resume at its end."""
+    """The prefix and one more token, so that this prompt would resume at the prefix's end."""
     boundaries: Sequence[Boundary]
     kind: str | None
     hits: int = 0
@@ -193,7 +193,7 @@ class HotPrefix:
         return len(self.prompt) - 1
 
     def label(self, tokenizer: Any) -> str:
-        """Its first and its last words."""
+        """Give its first and its last words."""
         prefix = self.prompt[:-1]
         begins, ends = (
             " ".join(str(tokenizer.decode(part, skip_special_tokens=True)).split())
@@ -249,8 +249,8 @@ class HotPrefixes:
                 tokens -= self._prefixes.popitem(last=False)[1].tokens
 
     def still_held(self, cache: PrefixCache) -> Iterator[HotPrefix]:
-        """The prefixes that a request could still resume from, those hit most first. The others
-        are forgotten. This may wait for the cache's lock."""
+        """Give the prefixes that a request could still resume from, those hit most first. The
+        others are forgotten. This may wait for the cache's lock."""
         with self._lock:
             ranked = sorted(self._prefixes.items(), key=lambda i: (-i[1].hits, -i[1].used))
         for key, prefix in ranked:

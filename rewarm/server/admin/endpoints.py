@@ -1,8 +1,8 @@
 """Endpoints about the server itself.
 
-`GET /v1/live` is cheap enough to be asked for every second. The words of prompts in it and in the
-tree are the caller's own: of requests with the salt that `X-Cache-Salt` names, or of those without
-a salt where it names none."""
+`GET /v1/live` is cheap enough to be asked for every second. It and the tree show words only of the
+caller's own prompts: those with the salt that `X-Cache-Salt` names, or those without a salt where
+it names none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .tree_view import TreeQuery
 log = logging.getLogger("rewarm")
 
 SALT_HEADER = "X-Cache-Salt"
-"""Percent-encoded: a header holds no other letters than ASCII's."""
+"""The header with the salt, percent-encoded, since a header holds ASCII only."""
 SHOWN_HOTTEST = 10
 SPAN = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 MOST_NODES = 2000
@@ -41,7 +41,7 @@ NUMBERS = {"depth": (1, 10_000), "limit": (1, MOST_NODES), "offset": (0, 1 << 40
 
 
 def salt_of(request: Request) -> str | None:
-    """The salt of the requests whose words the caller may see."""
+    """Give the salt of the requests whose words the caller may see."""
     return unquote(request.headers.get(SALT_HEADER, "")) or None
 
 
@@ -51,7 +51,7 @@ async def health(request: Request) -> Response:
     state = backend.engine.state
     if state == "ready":
         return Json({"status": "ready"})
-    # It may name a path, which only those with the key may know.
+    # The detail may name a path, which only clients with the key may know.
     hidden = backend.options.api_key is not None
     detail = "the server's log says more" if hidden else backend.engine.detail
     return Json({"status": state, "detail": detail}, 503)
@@ -129,7 +129,7 @@ def _forget(backend: Backend, give_back: bool) -> None:
 
 
 def _tree_query(request: Request) -> TreeQuery:
-    """The part of the tree that a request asks for."""
+    """Parse the part of the tree that a request asks for."""
     asked = request.query_params
     unknown = sorted(asked.keys() - {"root", *NUMBERS})
     if unknown:
@@ -154,13 +154,13 @@ async def live(request: Request) -> Response:
     """Requests in flight and the last ones, hit rate, times to first token, bytes by tier."""
     backend, salt = backend_of(request), salt_of(request)
     body = _happening(backend, salt)
-    # The cache's lock may be held for a while: not a wait for the event loop.
+    # The cache's lock may be held for a while, and the event loop must not wait for it.
     body |= await backend.off_loop(request, _held, backend, salt)
     return Json(body)
 
 
 def _happening(backend: Backend, salt: str | None) -> dict[str, Any]:
-    """The part of the reply that the event loop knows."""
+    """Give the part of the reply that the event loop knows."""
     activity, now = backend.activity, time.time()
     return {
         "model": backend.options.model_name,
@@ -181,7 +181,7 @@ def _happening(backend: Backend, salt: str | None) -> dict[str, Any]:
 
 
 def _flight(work: Work, number: int, salt: str | None) -> dict[str, Any]:
-    """A request in flight."""
+    """Describe a request in flight."""
     exchange, runs = work.exchange, work.runs
     own = work.options.salt == salt
     cached = sum(run.resumed or 0 for run in runs)
@@ -200,7 +200,7 @@ def _flight(work: Work, number: int, salt: str | None) -> dict[str, Any]:
 
 
 def _held(backend: Backend, salt: str | None) -> dict[str, Any]:
-    """The part that the engine and the cache know; nulls until the model is loaded."""
+    """Give the part that the engine and the cache know; nulls until the model is loaded."""
     try:
         core = backend.engine.core
         stats, cache = core.stats(), core.cache

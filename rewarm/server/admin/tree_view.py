@@ -1,8 +1,8 @@
 """The tree as JSON: the spans with the most below them, and the rest of each place in one entry.
 
-A survey walks every node, so one serves until something has changed. After a survey that took long,
-the next is not taken before its time is a small share of the time since. Words of prompts are shown
-to the tenant whose salt they were sent with; others see sizes only."""
+A survey walks every node, so each is used until something has changed. After a slow survey, the
+next one is delayed until surveys take only a small share of the time. Words of prompts are shown to
+the tenant whose salt they were sent with; others see sizes only."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ..errors import ApiError
 SHARE = 0.01
 """The share of a thread's time that long surveys may take."""
 SHORT = 0.01
-"""Seconds of a survey that is taken whenever something has changed."""
+"""A survey that takes fewer seconds is taken again whenever something has changed."""
 LABELS = 200
-"""The number of spans of a reply that have their words: those with the most below them."""
+"""The number of spans in a reply that have words: those with the most below them."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class TreeQuery:
 
 
 class TreeView:
-    """Takes surveys, and makes replies from the latest one. It is called on the server's own
-    threads."""
+    """Take surveys, and make replies from the latest one. Called on the server's own threads."""
 
     def __init__(self, cache: PrefixCache, labels: Labels) -> None:
         self.cache = cache
@@ -54,7 +53,7 @@ class TreeView:
         self._words: dict[str, Label] = {}
 
     def tag(self, query: TreeQuery) -> str:
-        """A tag of a reply, which stays the same for as long as the reply does."""
+        """Make a tag of a reply, which stays the same for as long as the reply does."""
         return f"{hash((self._version, query)) & (1 << 64) - 1:016x}"
 
     def forget(self) -> None:
@@ -63,8 +62,8 @@ class TreeView:
             self._survey, self._words, self._next = None, {}, 0.0
 
     def refresh(self) -> None:
-        """Take a survey, where there is something new and the last one is long enough ago."""
-        # A request that comes meanwhile is served the last survey.
+        """Take a survey, if something has changed and the last one is long enough ago."""
+        # A request that comes meanwhile gets the last survey.
         if not self._lock.acquire(blocking=self._survey is None):
             return
         try:
@@ -102,7 +101,7 @@ class TreeView:
 
 @dataclass
 class _Page:
-    """Makes one reply."""
+    """One reply, as it is made."""
 
     survey: Survey
     root: int
@@ -114,7 +113,7 @@ class _Page:
     _rows: list[int] = field(default_factory=list)
     """The rows below the root that are shown, parents first."""
     _taken: Counter[int] = field(default_factory=Counter)
-    """The number of children that each row has among them."""
+    """The number of children of each row that are shown."""
     _last_roles: dict[int, str | None] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
@@ -182,7 +181,7 @@ class _Page:
         return nodes
 
     def _merged(self) -> Iterator[dict[str, Any]]:
-        """Children that are not in the reply, together, for each place that has some."""
+        """Sum up the children that are not in the reply, for each place that has some."""
         for row in [self.root, *self._rows]:
             first = self._taken[row] + (self.query.offset if row == self.root else 0)
             rest = self.survey.children(row)[first:]
@@ -195,12 +194,12 @@ class _Page:
                 }
 
     def _last_use(self, roots: list[int]) -> int:
-        """The clock of the newest request of a tenant that found something."""
+        """Give the clock of the newest request of a tenant that found something."""
         newest = 0
         for row in roots:
             span = slice(row, row + int(self.survey.size[row]))
             used = self.survey.column("last_used")[span]
-            # A later time is of what only the disk has: no request used that since it left memory.
+            # Spans that only the disk has may have a later time, at which no request used them.
             found = (self.survey.column("hits")[span] > 0) & (used <= self.survey.clock)
             newest = max(newest, int(used[found].max(initial=0)))
         return newest
@@ -224,7 +223,7 @@ class _Page:
         return self.labels.starts(self.survey.keys[row], before)
 
     def _role_at_end(self, row: int) -> str | None:
-        """The role of the message that a span ends in."""
+        """Give the role of the message that a span ends in."""
         climbed = []
         while row > 0 and row not in self._last_roles:
             climbed.append(row)
@@ -239,7 +238,7 @@ class _Page:
 
 
 def _bytes(values: list[int], tiers: Sequence[str]) -> dict[str, dict[str, int]]:
-    """The bytes by tier and kind. They are the last values of a row, and of a sum."""
+    """Give the bytes by tier and kind. They are the last values of a row, and of a sum."""
     found: dict[str, dict[str, int]] = {}
     names = [(tier, kind) for tier in tiers for kind in BYTES]
     for (tier, kind), nbytes in zip(names, values[-len(names) :], strict=True):

@@ -1,4 +1,4 @@
-"""Anthropic's content blocks: as a client sends them, and as an answer is written in them."""
+"""Anthropic's content blocks, in the requests of clients and in answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import bad_request
 from ..fields import Body, one_of
 
 SIGNATURE = "rewarm"
-"""Anthropic signs thinking; clients want the field and send it back."""
+"""Anthropic signs thinking. Clients require the field and send it back."""
 
 
 class CacheControl(Body):
@@ -94,7 +94,7 @@ class AnthropicTool(Block):
     @model_validator(mode="before")
     @classmethod
     def _not_a_server_tool(cls, given: Any) -> Any:
-        # A server's tool has no input_schema: the error would be about that.
+        # A server's tool has no input_schema, and the error would only name that.
         if isinstance(given, dict) and given.get("type") not in (None, "custom"):
             raise ValueError(
                 f"tools of type {str(given['type'])[:40]!r} are not supported: this server has no "
@@ -103,7 +103,7 @@ class AnthropicTool(Block):
         return given
 
     def as_function(self) -> dict[str, Any]:
-        """The tool in OpenAI's shape."""
+        """Give the tool in OpenAI's shape."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -116,7 +116,7 @@ def is_marked(blocks: Iterable[Block] | None) -> bool:
 
 
 def message_of(blocks: Sequence[ContentBlock]) -> Message:
-    """The assistant's message that blocks are. They are stretches of one answer, so nothing is put
+    """Make the assistant's message from blocks. They are parts of one answer, so nothing is put
     between them."""
     text = thought = ""
     calls = []
@@ -134,22 +134,22 @@ def message_of(blocks: Sequence[ContentBlock]) -> Message:
 
 
 def returned(answer: AnswerParts) -> Message:
-    """The message that the blocks of a delivered answer are when they come back."""
+    """Give the message that results when a client sends the blocks of an answer back."""
     return message_of([ContentBlock.model_validate(b) for b in content_blocks(answer.parts)])
 
 
 def content_blocks(parts: Iterable[Part]) -> list[dict[str, Any]]:
-    """The blocks of an answer."""
+    """Make the blocks of an answer."""
     return [block_of(part) for part in parts if is_block(part)]
 
 
 def is_block(part: Part) -> bool:
-    """Text of nothing but blanks is no block: models put it around calls."""
+    """Say whether a part is a block. Text of blanks only is none: models put it around calls."""
     return part.kind != "text" or bool(part.text.strip())
 
 
 def block_of(part: Part) -> dict[str, Any]:
-    """A part of an answer as a block."""
+    """Write a part of an answer as a block."""
     if part.call is not None:
         function = part.call["function"]
         return {
@@ -164,10 +164,10 @@ def block_of(part: Part) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call. A model may have written anything."""
+    """Give the arguments of a call. They are empty where the model wrote no JSON object."""
     try:
         found = json.loads(arguments)
-        json.dumps(found, allow_nan=False)  # Python reads numbers that no reply can hold
+        json.dumps(found, allow_nan=False)  # Python reads NaN and infinity, which no reply can hold
     except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {}

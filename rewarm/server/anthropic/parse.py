@@ -1,4 +1,4 @@
-"""Anthropic's requests, and the chats that they are."""
+"""Parse Anthropic's requests into chats."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class CountRequest(RequestBody):
         refuse(self.model_extra, UNSUPPORTED)
         for edit in (self.context_management or {}).get("edits") or ():
             kind = str(edit.get("type")) if isinstance(edit, dict) else str(edit)
-            # Old thinking is the template's to keep or to drop.
+            # The template decides whether old thinking is kept.
             if not kind.startswith("clear_thinking"):
                 raise bad_request(
                     f"context_management: {kind[:40]!r} is not supported; leave it out",
@@ -115,7 +115,7 @@ class CountRequest(RequestBody):
         return ParsedRequest(self.chat(server), GenerationOptions(), self)
 
     def chat(self, server: ServerOptions) -> Chat:
-        """The canonical chat."""
+        """Make the canonical chat."""
         told = ChatReader()
         system = self._system(server.keep_billing_header)
         if system is not None:
@@ -184,7 +184,7 @@ class MessagesRequest(CountRequest):
 
 @dataclass
 class ChatReader:
-    """Canonical messages, as they are read from content blocks."""
+    """The canonical messages that were read from content blocks."""
 
     messages: list[Message] = field(default_factory=list)
     marked: set[int] = field(default_factory=set)
@@ -198,7 +198,7 @@ class ChatReader:
             for call in message.get("tool_calls", ()):
                 self.names[call["id"]] = call["function"]["name"]
             return self._add(message, content)
-        # Results become messages of their own, before what the user says beside them.
+        # Tool results become messages of their own, before the user's text beside them.
         texts = []
         for block in content:
             if block.type == "tool_result":
@@ -221,15 +221,15 @@ class ChatReader:
 
 
 def without_billing_header(system: str) -> str:
-    """A system prompt without a coding agent's first line, which differs in every request: with it,
-    no two prompts begin alike."""
+    """Remove a coding agent's first line from a system prompt. The line differs in every request,
+    so no two prompts would begin alike."""
     if not system.startswith(BILLING_HEADER):
         return system
     return system.partition("\n")[2].lstrip("\n")
 
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
-    """The body of an error."""
+    """Make the body of an error."""
     kind = ERROR_TYPES.get(error.status, "api_error")
     return {
         "type": "error",

@@ -29,8 +29,8 @@ UNWRITTEN: dict[str, dict[str, Any]] = {
 def usage(
     prompt: int, resume: int, last_mark: int | None, choice: Choice | None = None
 ) -> dict[str, Any]:
-    """The usage. Anthropic counts every prompt token once: read from the cache, written to it
-    because of a `cache_control` mark, or neither."""
+    """Count the tokens. Anthropic counts every prompt token once: read from the cache, written to
+    it because of a `cache_control` mark, or neither."""
     created = max(0, last_mark - resume) if last_mark is not None else 0
     return {
         "input_tokens": prompt - resume - created,
@@ -41,8 +41,8 @@ def usage(
 
 
 def stop_of(choice: Choice) -> dict[str, Any]:
-    """The reason in Anthropic's words. An answer that was cut short by a limit, or because the
-    server had to stop, has reached its maximum."""
+    """Give the reason in Anthropic's words. It is `max_tokens` for an answer that was cut short by
+    a limit or because the server had to stop."""
     stopped_by = choice.answer.stopped_by if choice.finish == "stop" else None
     reason = STOP_REASONS.get(choice.finish, "max_tokens")
     return {
@@ -53,7 +53,8 @@ def stop_of(choice: Choice) -> dict[str, Any]:
 
 @dataclass
 class MessagesDialect(Dialect):
-    """A stream's message begins when the prefill does: only then is known what the cache gave."""
+    """Anthropic's messages. A stream begins with the first report of progress, whose tokens it
+    gives as read from the cache."""
 
     path = "/v1/messages"
     name = "messages"
@@ -70,7 +71,7 @@ class MessagesDialect(Dialect):
     _open: str | None = None
     """The type of its block, once it has begun."""
     _blank: str = ""
-    """The beginning of a text, as long as it is nothing but blanks."""
+    """The beginning of a text, as long as it has only blanks."""
 
     def whole(self) -> dict[str, Any]:
         choice = self.work.choices[0]
@@ -171,7 +172,7 @@ class MessagesDialect(Dialect):
 
 
 def _content(block: dict[str, Any]) -> dict[str, Any]:
-    """The content of a block as a delta."""
+    """Give the content of a block as a delta."""
     if block["type"] == "tool_use":
         return {"type": "input_json_delta", "partial_json": encoded(block["input"])}
     if block["type"] == "thinking":

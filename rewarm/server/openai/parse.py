@@ -1,4 +1,4 @@
-"""OpenAI's requests, and the chats and texts that they are."""
+"""Parse OpenAI's requests into chats and texts."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class ChatMessage(Body):
         return self
 
     def as_message(self) -> Message:
-        """The canonical message."""
+        """Make the canonical message."""
         text = self.content or ""
         if not isinstance(text, str):
             text = "".join(part.words or "" for part in text)
@@ -151,7 +151,7 @@ class FunctionTool(Body):
 
 
 def _checked_tool(tool: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Check a tool and keep it as it was sent: its order of keys is what the model reads."""
+    """Check a tool and keep it as it was sent, since the model reads its keys in that order."""
     if isinstance(tool, dict) and tool.get("type") != "function":
         raise ValueError(f'tools of type {tool.get("type")!r} are not supported: use "function"')
     check(tool)
@@ -307,7 +307,7 @@ class CompletionRequest(OpenAIRequest):
 
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
-    """The body of an error."""
+    """Make the body of an error."""
     if error.status == 429:
         kind = "rate_limit_error"
     else:

@@ -21,19 +21,19 @@ from .parse import ChatRequest, CompletionRequest, error_body
 
 DONE = "data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
-"""The value that OpenAI gives where a probability is 0; JSON has no infinity."""
+"""The value that OpenAI gives for a probability of 0, since JSON has no infinity."""
 
 ChoiceBody = dict[str, Any]
 
 
 def finish_reason(finish: str) -> str:
-    """The reason in OpenAI's words. An answer that the server had to break off was cut short, as by
-    a limit."""
+    """Give the reason in OpenAI's words. It is `length` for an answer that the server had to break
+    off."""
     return "length" if finish == "cancelled" else finish
 
 
 def finite(logprob: float | None) -> float:
-    # Not a number fails the comparison too.
+    # NaN fails the comparison, too.
     return logprob if logprob is not None and logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
@@ -49,7 +49,7 @@ class OpenAIDialect(Dialect):
     chunk: ClassVar[str]
     """The `object` of a chunk."""
     nothing: ClassVar[Any]
-    """A part of an answer in which nothing is new."""
+    """The content of a chunk in which nothing is new."""
 
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -64,19 +64,19 @@ class OpenAIDialect(Dialect):
 
     @abstractmethod
     def whole_choice(self, index: int, choice: Choice) -> ChoiceBody:
-        """A whole choice."""
+        """Write a whole choice."""
 
     @abstractmethod
     def new_content(self, event: Delta) -> Any:
-        """The part of an answer that is new."""
+        """Give the part of an answer that is new."""
 
     @abstractmethod
     def part(self, index: int, content: Any, logprobs: Any = None) -> ChoiceBody:
-        """A choice of a chunk."""
+        """Write a choice of a chunk."""
 
     @abstractmethod
     def logged(self, index: int, sampled: Sequence[Sampled]) -> Any:
-        """The log-probabilities of a choice's next tokens; None where none are asked for."""
+        """Give the log-probabilities of a choice's next tokens; None where none are asked for."""
 
     def whole(self) -> dict[str, Any]:
         choices = []
@@ -121,7 +121,7 @@ class OpenAIDialect(Dialect):
         return data(error_body(error, self.work.exchange.id)) + DONE
 
     def _prefill(self) -> str:
-        """A comment, which clients skip: it keeps the connection alive and can be watched."""
+        """Write the progress in a comment. Clients skip it, and it keeps the connection alive."""
         progress = self._progress
         if progress is None or any(choice.tokens for choice in self.work.choices):
             return ""

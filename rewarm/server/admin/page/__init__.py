@@ -23,13 +23,13 @@ FILES = {
 TAGS = {name: f'"{hashlib.sha256(body).hexdigest()[:16]}"' for name, body in FILES.items()}
 
 HEADERS = {
-    # Nothing from elsewhere and nothing inline, so that text of a model cannot run as a script.
+    # Nothing is loaded from elsewhere or inline, so text of a model cannot run as a script.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Asked for again at every load, and sent only where it has changed.
+    # A browser asks again at every load, and a file is sent only if it has changed.
     "Cache-Control": "no-cache",
 }
 

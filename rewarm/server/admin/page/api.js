@@ -1,4 +1,4 @@
-// Talking to the server: the API key, JSON, and streams.
+// Requests to the server: the API key, JSON, and streams.
 
 const KEPT = "rewarm.key";
 let asking = null;
@@ -59,11 +59,11 @@ async function checked(reply) {
   let message = `the server answered ${reply.status}`;
   try {
     message = (await reply.json()).error.message;
-  } catch { /* not one of ours */ }
+  } catch { /* not an error of Rewarm */ }
   throw new Problem(reply.status, message);
 }
 
-/** JSON; null where it is as the tag says. */
+/** Gets JSON; null where it has not changed since the tag. */
 export async function get(path, { tag, signal } = {}) {
   const headers = tag ? { "If-None-Match": tag } : {};
   const reply = await send(path, { headers, signal });
@@ -72,7 +72,7 @@ export async function get(path, { tag, signal } = {}) {
   return { body: await reply.json(), tag: reply.headers.get("ETag") };
 }
 
-/** The chunks of a chat's answer, as they come; comments as `{ progress }`. */
+/** Gives the chunks of a chat's answer as they come, and its comments as `{ progress }`. */
 export async function* stream(body, signal) {
   const reply = await checked(await send("/v1/chat/completions", {
     method: "POST",

@@ -1,4 +1,4 @@
-// The page: wires the parts together, and asks the server now and then while it is looked at.
+// The page: it connects the parts, and polls the server while the page is visible.
 
 import { Problem, forgetKey, get, hasKey } from "./api.js";
 import { Chat } from "./chat.js";
@@ -56,7 +56,7 @@ async function look() {
   timer = setTimeout(look, wait);
 }
 
-/** A server without the endpoint is asked once. */
+/** Asks for live figures. A server without the endpoint is asked only once. */
 async function liveOrNot() {
   try {
     return (await get("/v1/live")).body;
@@ -78,7 +78,7 @@ function say(state, model, busy = false) {
   }
 }
 
-/** A line to paste: the same server, the same model. */
+/** Makes a line to paste, for the same server and model. */
 function curlOf(model) {
   const body = { model, messages: [{ role: "user", content: "What is 34 + 58?" }], max_tokens: 256 };
   const key = hasKey() ? ` \\\n  -H "Authorization: Bearer $REWARM_API_KEY"` : "";
@@ -86,7 +86,7 @@ function curlOf(model) {
   return `curl ${location.origin}/v1/chat/completions${key} \\\n  -H 'Content-Type: application/json' \\\n  -d '${quoted}'`;
 }
 
-/** Browsers give the clipboard to https and to this machine only; elsewhere the line is selected. */
+/** Copies the line. Browsers allow this for https and this machine only; else it is selected. */
 async function copyCurl() {
   try {
     await navigator.clipboard.writeText(byId("curl").textContent);

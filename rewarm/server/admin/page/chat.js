@@ -90,7 +90,7 @@ export class Chat {
     this._scroll();
   }
 
-  /** What is sent: the whole conversation, as every client does. */
+  /** The messages to send: the whole conversation, as every client sends it. */
   _messages(last) {
     const sent = [];
     for (let at = last; at.parent; at = at.parent) {

@@ -33,7 +33,7 @@ function firstToken(live, done) {
   columns(byId("ttft-chart"), timed, (request, height) => [["time", Math.max((height * request.ttft_ms) / most, 1)]]);
 }
 
-/** One column for each of the last requests, the newest at the right; parts from the bottom up. */
+/** Draws a column for each of the last requests, the newest at the right, from the bottom up. */
 function columns(svg, done, parts) {
   const width = svg.clientWidth || 240;
   const height = 52;
@@ -77,7 +77,7 @@ function held(tiers) {
 }
 
 function requests(done) {
-  const cell = { role: "cell" };  // said: on a phone they are no table to the browser
+  const cell = { role: "cell" };  // the role is explicit: on a phone's layout, the browser sees no table
   const rows = done.slice(0, ROWS).map((request) => make("tr", { role: "row" },
     make("td", cell, `${count(request.prompt_tokens)} tokens`),
     make("td", cell, bar(costOf(request))),
@@ -103,7 +103,7 @@ function flight(running) {
     : "";
 }
 
-/** Where the server has no live endpoint: what the cache alone tells. */
+/** Shows the cache's own figures, where the server has no live endpoint. */
 export function showCache(cache) {
   const { budget, bytes } = cache;
   const total = (kinds) => Object.values(kinds).reduce((a, b) => a + b, 0);

@@ -1,4 +1,4 @@
-// Small things that every part of the page shows the same way.
+// Helpers that every part of the page shares, so that all show things in the same way.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -38,7 +38,7 @@ export function time(ms) {
   return `${(ms / 1000).toFixed(ms < 10000 ? 1 : 0)} s`;
 }
 
-/** What a prompt cost: `prompt_tokens` are `cached`, and of the others some were known. */
+/** The cost of a prompt in tokens: reused, known but computed again, and new. */
 export function costOf(of) {
   const again = of.replayed_tokens ?? 0;
   return { reused: of.cached_tokens, again, fresh: Math.max(of.prefilled_tokens - again, 0) };
@@ -69,7 +69,7 @@ const WHY = {
   failed: () => "what was there could not be restored",
 };
 
-/** Why not more was reused, in a few words; those of others come with the reason alone. */
+/** The reason why no more was reused, in a few words. Requests of others have only its name. */
 export function why(miss) {
   if (!miss) return "";
   const told = typeof miss === "string" ? { reason: miss } : miss;
@@ -78,7 +78,7 @@ export function why(miss) {
   return words ?? String(told.reason ?? "").replaceAll("_", " ");
 }
 
-/** The same at length, with the words on both sides where prompts differ. */
+/** The same reason at length, with the words of both prompts where they differ. */
 export function whyAtLength(miss) {
   if (!miss?.text) return null;
   const sides = miss.stored || miss.sent ? `\n\nheld: ${miss.stored}\nsent: ${miss.sent}` : "";

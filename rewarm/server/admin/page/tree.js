@@ -1,5 +1,5 @@
-// The tree as an icicle that lies on its side: from left to right the tokens of prompts, each span
-// as wide as its tokens; where prompts part, what they share is as high as all that follows it.
+// The tree as an icicle chart that lies on its side. The tokens of prompts go from left to right,
+// and a span is as wide as its tokens. It is as high as all the spans that follow it.
 
 import { get } from "./api.js";
 import { byId, count, draw, size } from "./show.js";
@@ -28,7 +28,7 @@ export class Tree {
     new ResizeObserver(() => this.body && this._draw()).observe(this.element);
   }
 
-  /** `reused`: how many tokens the last request did not compute. */
+  /** Gets the tree and draws it. `reused`: the tokens that the last request did not compute. */
   async refresh(reused) {
     if (reused !== undefined) this.reused = reused;
     const asked = this.root;
@@ -58,8 +58,8 @@ export class Tree {
     return this.refresh();
   }
 
-  /** What is drawn below what. Namespaces have no tokens: only where there are several do they
-   * matter, and then as rows of their own. */
+  /** Puts each node below its parent. Namespaces have no tokens, and serve only to separate their
+   * spans. */
   _plan() {
     const { tree } = this.body;
     const known = new Map([[tree.root.id, { ...tree.root, children: [] }]]);
@@ -82,7 +82,7 @@ export class Tree {
     this.top = known.get(tree.root.id);
     const used = tree.nodes.filter((n) => n.used_last).map((n) => n.last_used);
     const newest = tree.nodes.filter((n) => n.tokens).map((n) => n.last_used);
-    // Where nothing was reused, all that the newest request has left is new.
+    // Where nothing was reused, all spans of the newest request are new.
     this.since = used.length ? Math.max(...used) : Math.max(1, ...newest);
   }
 
@@ -144,7 +144,7 @@ export class Tree {
 
   _body(svg, place, parent, box, left, wide) {
     const tall = Math.max(box.height - GAP, 0.7);
-    // A message that is stored in several spans is one block; its words go over all of it.
+    // A message that is stored in several spans is drawn as one block, with its words over it.
     const goesOn = !place.endsRun;
     const across = Math.max(wide - (goesOn ? 0 : GAP), 1);
     const room = (box.x(place.start + place.run) - left) - GAP;
@@ -237,7 +237,7 @@ export class Tree {
     }
   }
 
-  /** The next span up or down: one that begins nearest to this one's beginning. */
+  /** Finds the next span up or down whose beginning is nearest to this span's beginning. */
   _beside(at, by) {
     if (!at) return undefined;
     const beyond = this.places.filter((p) => (by > 0 ? p.y > at.y + 0.5 : p.y < at.y - 0.5));
@@ -253,7 +253,7 @@ function leavesOf(place) {
   return place.leaves;
 }
 
-/** How many tokens a message goes on for, over the spans that follow each other without a branch. */
+/** Counts the tokens of a message, over the spans that follow each other without a branch. */
 function runOf(place) {
   const [next] = place.children;
   const same = place.tokens && place.children.length === 1 && !next.merged
@@ -281,14 +281,14 @@ function wordsOf(place, text = place.label?.text) {
   return place.merged ? "" : [place.label?.role, text].filter(Boolean).join(" · ");
 }
 
-/** The first words of a block: a span of a few tokens of the template has none. */
+/** Gives the first words of a block. Its first span may have none, only tokens of the template. */
 function runWords(place) {
   const text = place.label?.text;
   if (text || place.endsRun) return text;
   return runWords(place.children[0])?.replace(/^… /, "");
 }
 
-/** As much of a label as there is room for: the role at least, or nothing. */
+/** Shortens a label to the width: to the role at least, or to nothing. */
 function fitting(words, width) {
   const most = Math.floor(width / 5.8);
   if (words.length <= most) return words;
@@ -297,7 +297,7 @@ function fitting(words, width) {
   return `${words.slice(0, most - 1).trimEnd()}…`;
 }
 
-/** A span in words. */
+/** Describes a span in words. */
 function said(place) {
   const bytes = Object.entries(place.bytes).map(
     ([tier, kinds]) => `${size(Object.values(kinds).reduce((a, b) => a + b, 0))} ${tier === "memory" ? "in memory" : "on disk"}`,

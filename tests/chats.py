@@ -1,4 +1,4 @@
-"""Make chats for the corpus's templates, and its tokenizers as mlx-lm loads them."""
+"""Make chats for the corpus's templates, and load its tokenizers as mlx-lm does."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _wrapped(name: str) -> TokenizerWrapper:
 
 
 def tokenizer_of(name: str, template: str | None = None) -> TokenizerWrapper:
-    """Return one of TOKENIZERS with a template, by name or its own. All calls give one object."""
+    """Return one of TOKENIZERS with a named template or its own. All calls give the same object."""
     wrapper = _wrapped(name)
     if template is not None:
         wrapper.chat_template = corpus.template(template)
@@ -75,7 +75,7 @@ def result(text: str, identity: str = "abcdefghi") -> Message:
 
 
 def chat_of(turns: int, *, thinking: bool = True) -> list[Message]:
-    """A chat of so many turns that ends with a question."""
+    """Make a chat of so many turns that ends with a question."""
     more = {"reasoning_content": "Let me think about it."} if thinking else {}
     chat = [system("You keep the harbour. " * 20)]
     for turn in range(turns):
@@ -86,7 +86,7 @@ def chat_of(turns: int, *, thinking: bool = True) -> list[Message]:
 
 @cache
 def answering(name: str) -> TokenizerWrapper:
-    """A tokenizer with the detokenizer and the tool parser that mlx-lm's `load` picks for it."""
+    """Wrap a tokenizer with the detokenizer and tool parser that mlx-lm's `load` picks for it."""
     if name == "tiny":
         return tiny_tokenizer()
     tokenizer = corpus.tokenizer(name)

@@ -14,7 +14,7 @@ import gc
 import os
 from importlib import import_module
 
-# Tests run beside each other: more threads than cores would only wait for one another.
+# Tests run in parallel: more threads than cores would only wait for one another.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis
@@ -23,8 +23,8 @@ import pytest
 from rewarm import accel
 from rewarm.accel import cpu, replacement
 
-# Models are to run as `Session` and the server run them. What is replaced in a module of mlx-lm is
-# replaced now: a test that is the first to import one would undo only half of it.
+# Models run here as `Session` and the server run them. Functions of mlx-lm are replaced now: a test
+# that is the first to import a module would undo only half of the replacement.
 for place in cpu.COMPILED:
     import_module(replacement.MODELS + place.module)
 accel.install()
@@ -40,11 +40,11 @@ hypothesis.settings.register_profile("test", deadline=None, derandomize=True, da
 hypothesis.settings.register_profile("soak", deadline=None, max_examples=2000, database=None)
 hypothesis.settings.load_profile("soak" if SOAK else "test")
 
-# What is imported by now stays: a collection need not look at it. With it, each takes 0.1 s.
+# Objects imported by now stay, so a collection skips them. With them, each takes 0.1 s.
 gc.collect()
 gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the long tests: one that came last would run while other workers are idle."""
+    """Begin with the long tests: a long test at the end would run while other workers are idle."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)

@@ -1,4 +1,4 @@
-"""Engines under test, and a sink that collects their answers."""
+"""Engines for tests, and a sink that collects their answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE = 120.0
 
 
 class Collected:
-    """A sink that keeps all that it is told of one request."""
+    """A sink that keeps all results of one request."""
 
     def __init__(self, on_token: Callable[[Sampled], bool] | None = None) -> None:
         self.sampled: dict[int, list[Sampled]] = {}
@@ -109,21 +109,21 @@ def engine(
 
 
 def ask(server: Engine, tokens: Any, max_tokens: int = 12, **options: Any) -> Collected:
-    """Submit, and return at once."""
+    """Submit a request, and return at once."""
     sink = options.pop("sink", None) or Collected()
     server.core.submit(Request(tokens, sink, max_tokens, **options))
     return sink  # type: ignore[no-any-return]
 
 
 def answer(server: Engine, tokens: Any, max_tokens: int = 12, **options: Any) -> Collected:
-    """Submit, and wait for the answer."""
+    """Submit a request, and wait for the answer."""
     collected = ask(server, tokens, max_tokens, **options).over()
     assert collected.error is None, collected.error
     return collected
 
 
 def burst(server: Engine, prompts: list[Any], **options: Any) -> list[Collected]:
-    """Submit all, then wait for every answer."""
+    """Submit all prompts, then wait for every answer."""
     asked = [ask(server, p, **options) for p in prompts]
     return [a.over() for a in asked]
 

@@ -13,11 +13,11 @@ import pytest
 from rewarm.cache import PrefixCache
 
 COMPILED = 4096
-"""Bytes of the constants that mlx-lm's compiled functions keep for the shapes that they met."""
+"""The bytes of constants that mlx-lm's compiled functions keep for shapes they have seen."""
 
 
 def payload_bytes(cache: PrefixCache) -> int:
-    """The bytes of the arrays that the tree holds."""
+    """Count the bytes of the arrays that the tree holds."""
     held = cache.stats().bytes["memory"]
     return held["rows"] + held["window"] + held["checkpoint"]
 
@@ -33,7 +33,7 @@ class Surplus:
         return mx.get_active_memory() - payload_bytes(self._cache) - self._before
 
     def left_over_after_its_turn(self) -> int:
-        """Wait for the engine's last turn, which returns after the sink hears of the end."""
+        """Wait for the engine's last turn, which ends after the sink is told of the end."""
         deadline = time.monotonic() + 5
         while self.left_over() > COMPILED and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -45,7 +45,7 @@ def uncollected() -> Iterator[None]:
     """Switch off the collector, which would hide a cycle, and count no freed buffer as active."""
     limit = mx.set_cache_limit(0)
     gc.disable()
-    logging.disable()  # pytest keeps the records, and with them the frames of every exception
+    logging.disable()  # pytest would keep every exception's frames with its records
     try:
         yield
     finally:

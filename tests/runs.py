@@ -68,7 +68,7 @@ def finish(model: Any, lease: Lease) -> Logits:
 
 
 def run(model: Any, cache: PrefixCache, tokens: Prompt, *, decode: int = 0, **options: Any) -> Ran:
-    """Prefill a prompt, then decode greedily, and commit it all."""
+    """Prefill a prompt, decode greedily, and commit all of it."""
     with cache.acquire(tokens, headroom=decode, **options) as lease:
         advance(model, cache, lease)
         logits = finish(model, lease)
@@ -98,12 +98,12 @@ def empty_cache(model: Any, like: PrefixCache) -> PrefixCache:
 
 @lru_cache(maxsize=1)
 def last_empty(like: PrefixCache) -> PrefixCache:
-    """Make an empty cache once for many cold runs: that takes longer than a short prompt."""
+    """Make one empty cache for many cold runs: to make one takes longer than a short prompt."""
     return empty_cache(like.model, like)
 
 
 def divergence(a: Logits, b: Logits) -> float:
-    """The Kullback-Leibler divergence, in double precision."""
+    """Compute the Kullback-Leibler divergence, in double precision."""
     x, y = a.astype(np.float64), b.astype(np.float64)
     x, y = (v - v.max() for v in (x, y))
     p, q = (v - np.log(np.exp(v).sum()) for v in (x, y))

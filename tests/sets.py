@@ -1,7 +1,7 @@
 """Name the reasons for which a test may be skipped: any other skip fails its test.
 
-A reason stands with what must be true of this machine for it. So a test that is skipped for want of
-a GPU fails where there is one, and one that needs a recorded file fails where the files must be.
+Each reason has a condition on this machine. So a test that is skipped because it needs a GPU fails
+where there is one, and a test that needs a recorded file fails where the files must be.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def unnamed() -> bool:
 
 
 EXPECTED: dict[str, Callable[[], bool]] = {
-    # What the machine is.
+    # Conditions of the machine.
     "needs a CUDA device": lambda: not on_cuda(),
     "kernels run here": on_cuda,
     "mlx-lm has a kernel for Metal": on_metal,
@@ -60,19 +60,19 @@ EXPECTED: dict[str, Callable[[], bool]] = {
     "no .* beside this MLX": on_cuda,
     "only on a Linux CPU": lambda: not LINUX or on_cuda(),
     "Accelerate has no such setting": lambda: sys.platform == "darwin",
-    # What is installed, and what we may do.
+    # Conditions of programs and permissions.
     r"kernels are compiled by g\+\+, on Linux: it is not there": lambda: not (LINUX and has("g++")),
     "mounting needs root": lambda: not (IS_ROOT and has("mount")),
     "cannot mount here: .*": lambda: IS_ROOT,
     # tools/integration-setup installs it by apt, as root.
     "no chromium: .*": lambda: not (LINUX and IS_ROOT and has("apt-get")),
     "needs curl and bash": lambda: not (has("curl") and has("bash")),
-    # What others recorded.
+    # Conditions of recorded files.
     "no recorded files: .*": unnamed,
     "got empty parameter set.*": unnamed,
     "the template (does not render|refuses) this chat": lambda: RECORDED,
 }
-"""Patterns of reasons, each with a function that says if it holds on this machine."""
+"""Patterns of reasons, each with a function that says whether it holds on this machine."""
 
 
 def is_expected(reason: str) -> bool:

@@ -1,4 +1,4 @@
-"""The words of the code: a class name means one thing, and a docstring says it in a sentence."""
+"""A class name means one thing, and a docstring begins with a sentence or a subject."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ FILES = sorted(p for folder in ("rewarm", "tests", "tools") for p in (HOME / fol
 PACKAGE = [path for path in FILES if path.is_relative_to(HOME / "rewarm")]
 
 BARE = re.compile(r"(What|Whether|Where|Of|Those|That|How|Who|Whoever|Whose|When)\b")
-"""The first words of a docstring that names no subject."""
+"""The words with which a docstring must not begin, because it then names no subject."""
 
 
 def docstrings(tree: ast.AST) -> Iterator[str]:
-    """Every string that stands alone: docstrings, and what is said below a field or a value."""
+    """Find every string that stands alone: docstrings, also those below a field or a value."""
     for node in ast.walk(tree):
         body = getattr(node, "body", [])
         for child in body if isinstance(body, list) else []:

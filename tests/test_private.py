@@ -68,7 +68,7 @@ def test_a_parent_that_others_can_write_in_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotPrivate, match=rf"{parent} is on the way .*mode 0777"):
         private_folder(parent / "folder")
     assert not (parent / "folder").exists()
-    parent.chmod(0o1777)  # as /tmp: nobody renames what is not theirs
+    parent.chmod(0o1777)  # like /tmp: users can rename only their own files
     assert mode(private_folder(parent / "folder")) == 0o700
 
 
@@ -131,7 +131,7 @@ def test_a_group_of_others_may_not_write(tmp_path: Path) -> None:
     os.chown(folder, 0, NOBODY)
     with pytest.raises(NotPrivate, match="others can write"):
         private_folder(folder)
-    os.chown(folder, 0, 0)  # a group of nobody but us
+    os.chown(folder, 0, 0)  # a group with no other member
     private_folder(folder)
 
 

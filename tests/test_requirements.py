@@ -1,4 +1,4 @@
-"""`make` installs packages that are fixed to the byte, for the Pythons that we name."""
+"""`make` installs packages that are fixed by hashes, for every Python that we support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of the rooms, and what can be imported without a model library."""
+"""Rooms import in one order, and some modules need no model library."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ORDER = [
     {"cluster", "adapters", "bench"},
     {"cli"},
 ]
-"""Each room imports from itself and from those before it. Those of one line do not know each
-other, but for `loading`, which alone knows `pocket`."""
+"""Each room imports from itself and from rooms of earlier lines. Rooms of one line do not import
+each other, except that `loading` imports `pocket`."""
 
 GATEWAY = (
     "rewarm.values",
@@ -40,18 +40,18 @@ GATEWAY = (
     "rewarm.server.auth",
     *(f"rewarm.server.{path.parent.name}.parse" for path in sorted(HOME.glob("server/*/parse.py"))),
 )
-"""The modules that a program imports which only passes requests on: every dialect's parser too."""
+"""The modules for a program that only forwards requests, with every dialect's parser."""
 
 ALLOWED = {
     ("options.py", "errors"),
-    # It alone knows the built-in model, and where that lies.
+    # Only `loading` knows the built-in model and its folder.
     ("loading.py", "pocket"),
 }
 PLAIN = {"values", "errors", "options"}
 """The rooms that every other one may import, so the page of the architecture leaves them out."""
 PAGE = HOME.parent / "docs" / "architecture.md"
 DOORS = ("__init__.py", "__main__.py")
-"""The package's own doors: they import a room when something of it is asked for."""
+"""The entry modules of the package: they import a room when something of it is used."""
 
 
 def room_of(path: Path) -> str:
@@ -60,7 +60,7 @@ def room_of(path: Path) -> str:
 
 
 def imported_rooms(path: Path) -> Iterator[str]:
-    """The rooms that a file imports from, for types too."""
+    """Find the rooms that a file imports from, also for types."""
     package = ["rewarm", *path.relative_to(HOME).parts[:-1]]
     exported = {"PrefixCache": "cache", "Session": "session", "load": "loading"}
     for node in ast.walk(ast.parse(path.read_text())):
@@ -79,7 +79,7 @@ def imported_rooms(path: Path) -> Iterator[str]:
 
 
 def arrows() -> set[tuple[str, str]]:
-    """Every file with every other room that it imports from."""
+    """Pair every file with each other room that it imports from."""
     return {
         (str(path.relative_to(HOME)), room)
         for path in HOME.rglob("*.py")
@@ -99,7 +99,7 @@ def test_a_room_imports_only_from_those_before_it() -> None:
 
 
 def needs() -> dict[str, set[str]]:
-    """Each room with the rooms that it imports from."""
+    """Map each room to the rooms that it imports from."""
     doors = {room_of(HOME / door) for door in DOORS}
     found: dict[str, set[str]] = {room_of(p): set() for p in HOME.rglob("*.py")}
     for file, room in arrows():

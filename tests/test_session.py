@@ -53,13 +53,13 @@ def test_usage_is_what_was_counted_at_the_model_call(reuse: str) -> None:
         reply = session.chat(chat_of(*asked), max_tokens=7)
         used = reply.usage
         assert used.cached_tokens + used.prefilled_tokens == used.prompt_tokens
-        # Every token that is given out was also fed to the model.
+        # Every token of the answer was also fed to the model.
         assert computed(session) - before == used.prefilled_tokens + used.completion_tokens
         assert used.completion_tokens == len(reply.tokens) <= 7
         assert reply.finish_reason in ("length", "stop")
         session.cache.verify()
         if turn:
-            # All but this turn's own text; thinking is stripped, so the old answer is new too.
+            # All but this turn's own text is cached. The last answer is new without its thinking.
             assert used.prefilled_tokens <= used.prompt_tokens - previous + 40
         previous = used.prompt_tokens
 
@@ -160,7 +160,7 @@ def test_cancelling_an_answer_stops_it_and_keeps_it(how: str) -> None:
     session = session_of()
     tokens = list(range(1, 100))
     cancel = threading.Event()
-    # No end of its own: an answer that is over cannot be cancelled.
+    # The answer does not end by itself: one that is over cannot be cancelled.
     unending = dict.fromkeys(session.tokenizer.eos_token_ids, -100.0)
     stream = session.stream(
         tokens, max_tokens=200, cancel=cancel, temperature=1.0, logit_bias=unending
@@ -207,7 +207,7 @@ def test_an_exception_in_a_callback_leaves_nothing_pinned() -> None:
     with pytest.raises(RuntimeError, match="own"):
         session.generate(list(range(1, 200)), on_prefill=fails)
     assert session.cache.stats().leases == 0
-    # One chunk was done, and is kept although the recurrent layers had no checkpoint due there.
+    # One chunk was done. It is kept, although no checkpoint was due there.
     assert session.generate(list(range(1, 200)), max_tokens=1).usage.cached_tokens == 64
     assert session.generate(list(range(1, 200)), max_tokens=1).usage.cached_tokens == 198
 
@@ -234,7 +234,7 @@ def test_a_penalty_sees_the_whole_prompt_however_much_was_cached() -> None:
 
 
 def test_boundaries_are_stable_from_turn_to_turn() -> None:
-    """The grid of `exact` would move otherwise, and nothing could be reused."""
+    """Otherwise the grid of `exact` would move, and nothing could be reused."""
     session = session_of()
     render = session.renderer.render
     short = render(chat_of("One?", "Two?"), every_turn=True)
@@ -262,7 +262,7 @@ def test_templates_that_refuse_a_probe_lose_only_that_boundary() -> None:
 def test_an_interrupted_step_stores_nothing_of_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its caches may have seen a token that was never given out."""
+    """Its caches may have seen a token that is not in the answer."""
     session = session_of()
     tokens = list(range(1, 100))
     expected = session_of().generate(tokens, max_tokens=6).tokens
@@ -307,7 +307,7 @@ def test_an_interrupt_before_a_prompt_is_queued_ends_its_request(
 def test_an_interrupted_chunk_leaves_only_what_was_whole(
     failure: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first layers have gone on already, and their state belongs to no position."""
+    """The first layers have gone on already, so the state belongs to no position."""
     session = session_of()
     chat = chat_of("And all of this? " * 20)
     last = session.model._model.language_model.model.layers[-1]
@@ -371,7 +371,7 @@ def test_two_streams_of_a_session_take_turns() -> None:
 
 
 def ended(session: Session, question: str) -> Any:
-    """An answer that ends by itself, at once."""
+    """Make an answer that ends by itself at once."""
     ends = dict.fromkeys(session.tokenizer.eos_token_ids, 100.0)
     reply = session.chat(chat_of(question), logit_bias=ends)
     assert reply.finish_reason == "stop"
@@ -395,7 +395,7 @@ def test_what_is_prepared_is_not_computed_in_the_next_turn(reuse: str) -> None:
 
     cold, warm = turn(prepared=False), turn(prepared=True)
     assert warm.tokens == cold.tokens
-    # In `exact` only whole chunks are of use.
+    # In `exact` only whole chunks can be reused.
     assert warm.usage.cached_tokens >= cold.usage.cached_tokens + (reuse == "fast")
 
 

@@ -41,7 +41,7 @@ def test_a_skip_by_a_mark_is_held_to_the_same(tmp_path: Path) -> None:
 
 
 def test_what_is_expected_elsewhere_fails_here(tmp_path: Path) -> None:
-    """A test may not say that curl is missing where it is there."""
+    """A test must not say that curl is missing on a machine that has it."""
     (tmp_path / "bin").mkdir()
     for name in ("curl", "bash"):
         tool = tmp_path / "bin" / name
@@ -66,7 +66,7 @@ def test_recorded_files_are_optional_where_no_folder_is_named(tmp_path: Path) ->
 
 
 def test_make_test_reads_no_recorded_file(tmp_path: Path) -> None:
-    """A test that asks for one fails there, even where the file exists."""
+    """A test that asks for one fails in `make test`, even where the file exists."""
     assert "1 failed" in ran(tmp_path, RECORDED)
     (tmp_path / "there").write_text("")
     body = RECORDED.replace("no/such/file", "there")

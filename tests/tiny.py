@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("<|start|>", "<|end|>", "<think>", "</think>")
 
-# Like the templates of thinking models: an answer's thinking is not part of the next prompt.
+# Like the templates of thinking models, it leaves an answer's thinking out of the next prompt.
 TEMPLATE = """\
 {%- for message in messages -%}
 <|start|>{{ message.role }}
@@ -27,7 +27,7 @@ TEMPLATE = """\
 
 END = "<|end|>"
 
-# Like the templates of thinking models that call tools.
+# It is like the templates of thinking models that call tools.
 TOOL_TEMPLATE = """\
 {%- if tools -%}<|start|>tools
 {%- for tool in tools %}

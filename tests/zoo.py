@@ -26,7 +26,7 @@ def _all(value: Any, names: str) -> Config:
 
 
 # Configs spell one quantity in many ways, and every ModelArgs ignores the keys it does not know.
-# So one set of sizes serves all, and the groups after it add what a family of models needs.
+# So one set of sizes serves all, and the groups below it add the keys of a family of models.
 SIZES: Config = {
     **_all(VOCABULARY, "vocab_size vocab_size_per_layer_input"),
     **_all(128, "hidden_size hidden_dim block_dim dim_model_base"),
@@ -87,7 +87,7 @@ DSA: Config = {
     "moe_layer_freq": 1,
 }
 
-# Ranks below the hidden size would make its attention pick few tokens.
+# With ranks below the hidden size its attention would pick few tokens.
 LONGCAT: Config = {
     **_all(128, "q_lora_rank kv_lora_rank"),
     **_all(True, "mla_scale_q_lora mla_scale_kv_lora"),
@@ -137,7 +137,7 @@ YARN: Config = {
 }
 
 DYNAMIC_NTK: Config = {"rope_scaling": {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0}}
-"""Changes for `tiny`: a test adds a `max_position_embeddings` that its prompts cross."""
+"""Changes for `tiny`. A test adds a `max_position_embeddings` that its prompts cross."""
 
 LAYER_TYPES = {
     "a": "attention",
@@ -186,7 +186,7 @@ ARCHITECTURES: dict[str, Config] = {
     "minimax": _config("minimax", MOE),
     "deepseek_v3": _config("deepseek_v3", MOE, MLA),
     "minicpm3": _config("minicpm3", MLA, rope_scaling={}),
-    # Layers that share K/V, have none, or run twice: caches and layers do not pair up.
+    # Layers that share K/V, have none, or run twice, so there is not one cache for each layer.
     "hunyuan": _config(
         "hunyuan",
         MOE,
@@ -341,7 +341,7 @@ ARCHITECTURES: dict[str, Config] = {
     "baichuan_m1": _config("baichuan_m1", sliding_window_layers=[1, 3], conv_window=2),
 }
 
-# Where other cuts give another answer, by more than rounding. plamo3's mask lets a query see one
+# Models whose answers depend on the cuts by more than rounding. plamo3's mask lets a query see one
 # row more than its ring holds, so the oldest row is there inside a chunk and gone after a cut.
 CUT_DEPENDENT = frozenset({"plamo3"})
 
@@ -351,7 +351,7 @@ def vocabulary(name: str) -> int:
 
 
 def tiny(name: str, seed: int = 0, **changes: Any) -> nn.Module:
-    """Make the model of that name. It seeds MLX's generator: the same seed, the same weights."""
+    """Make the model of that name. It seeds MLX's generator, so a seed always gives one model."""
     config = deepcopy(ARCHITECTURES[name]) | changes
     model_class, args_class = _get_classes(config)
     mx.random.seed(seed)
@@ -360,11 +360,11 @@ def tiny(name: str, seed: int = 0, **changes: Any) -> nn.Module:
     model.update(tree_unflatten(weights))
     model.eval()
     mx.eval(model.parameters())
-    accel.install()  # for the model's own module, which is there now
+    accel.install()  # now that the model's own module is imported
     return model
 
 
-# What sets how fast recurrent layers forget: as mlx-lm initialises it, within a few tokens.
+# These set how fast recurrent layers forget. With mlx-lm's values they forget within a few tokens.
 FORGETTING = ("dt_bias", "dt_proj.bias", "w_lora.lora.2.bias", "recurrent_param")
 # Gains that mlx-lm initialises with zeros.
 GAINS = ("g_norm.weight", "k_k", "k_a")
@@ -387,6 +387,6 @@ def _draw(path: str, initial: mx.array) -> mx.array:
     if initial.ndim < 2:
         return initial + 0.1 * noise
     fan_in = shape[-1] if shape[-1] > 1 else shape[-2]  # the taps of a depthwise convolution
-    # Twice the spread for the logits: the further apart, the safer a greedy choice.
+    # The logits get twice the spread: the further apart they are, the safer is a greedy choice.
     scale = 2 if shape[0] == VOCABULARY else 1
     return noise * scale / fan_in**0.5

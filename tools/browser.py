@@ -1,4 +1,4 @@
-"""Debian's chromium without a window, driven through its DevTools pipe: no package is needed."""
+"""Drive Debian's chromium without a window, through its DevTools pipe. It needs no package."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def run(self, script: str) -> Any:
-        """The value of an expression, or of the promise that it gives."""
+        """Return the value of an expression, or of the promise that it gives."""
         done = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )

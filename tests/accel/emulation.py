@@ -1,8 +1,8 @@
 """Run CUDA kernels without a GPU: they are compiled as C++, and a block's threads are fibers.
 
 A warp's threads go in lockstep from one shuffle or barrier to the next, and warps take random
-turns, the same ones in every run: what a missing barrier lets happen too early or too late,
-happens. Memory that nobody wrote to is not a number.
+turns, the same ones in every run. So a missing barrier shows: an access that it should order comes
+too early or too late. Memory that was never written reads as NaN.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ TYPES = {
 FLAGS = (
     *("-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"),
     "-fsanitize=alignment,bounds",
-    *("-nodefaultlibs", "-lc", "-lm"),  # what the sanitizer calls is below
+    *("-nodefaultlibs", "-lc", "-lm"),  # the sanitizer's functions are below
 )
 BARRIER = 'asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");'
 NOBODY_WROTE = 0xFF
-"""A byte of a NaN in every floating type, and of -1."""
+"""Each byte of unwritten memory: it makes a NaN in every floating type, and -1."""
 MARGIN = 1 << 16
-"""Bytes before and after an array, and what it is aligned to."""
+"""The number of bytes before and after an array, and its alignment."""
 
 WORDS = r"""
 #include <stdlib.h>
@@ -241,7 +241,7 @@ extern "C" const char* launch(char** arrays, const int** its_shapes, const long 
 
 
 class Memory:
-    """Bytes of an array. Those around them are nobody's, and have to stay as they are."""
+    """The bytes of an array. The bytes around them belong to no array and must not change."""
 
     def __init__(self, size: int, off: int = 0) -> None:
         everything = np.full(size + 3 * MARGIN, NOBODY_WROTE, np.uint8)
@@ -272,8 +272,8 @@ def emulated(
     off_by: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Launch:
-    """Make a kernel as `launch.kernel` does. Inputs are contiguous whatever the options say. Those
-    in `off_by` begin so many numbers after an aligned address, as a view may."""
+    """Make a kernel as `launch.kernel` does. Inputs are contiguous whatever the options say.
+    An input named in `off_by` begins that many numbers after an aligned address, as a view may."""
     off_by = off_by or {}
     input_names, output_names = inputs, outputs
 

@@ -41,7 +41,7 @@ loaded = blas.load()
 say(name=loaded.name, path=loaded.path, note=loaded.note)
 """
 
-# numpy's own BLAS is another library, with other names, so it is a fair witness.
+# numpy's own BLAS is another library, with other names, so it is an independent reference.
 MULTIPLY = """
 import hashlib, numpy as np, mlx.core as mx
 mx.set_default_device(mx.cpu)
@@ -72,7 +72,7 @@ ctypes.CDLL = NoSystem
 
 
 def fresh(*code: str, **env: str) -> dict[str, Any]:
-    """Run the code in a new interpreter; return the facts it said, and its log as `log`."""
+    """Run the code in a new interpreter; return the facts that it printed, and its log as `log`."""
     prelude = "import json\ndef say(**facts): print(json.dumps(facts), flush=True)\n"
     inherited = {k: v for k, v in os.environ.items() if k not in ("REWARM_BLAS", "LD_PRELOAD")}
     # One thread: the sums are split in the same places, so the same product has the same bits.
@@ -154,7 +154,7 @@ say(bits=hashlib.sha256(c.tobytes()).hexdigest())
 
 
 def test_mlx_calls_what_is_published_for_each_of_its_types() -> None:
-    # Counted at the callee: nothing short of a call from libmlx makes these come out.
+    # The calls are counted at the callee: only a call from libmlx gives these counts.
     calls = fresh(
         ALONE,
         """
@@ -288,7 +288,7 @@ def test_a_blas_that_somebody_preloaded_is_named_and_kept(own: dict[str, Any]) -
     )
 
 
-# numpy's wheel brings an OpenBLAS with 64-bit integers; here under the names of a 32-bit one.
+# numpy's wheel has an OpenBLAS with 64-bit integers. Here it gets the names of a 32-bit one.
 WIDE = """
 import ctypes, os, pathlib
 library = ctypes.CDLL({path!r})
@@ -351,7 +351,7 @@ def test_a_second_shim_does_not_stand_for_the_first(blas: ModuleType) -> None:
 
 
 def test_a_loader_that_misplaces_the_shim_is_found_out_before_mlx_sees_it() -> None:
-    # As musl does, which takes an absolute address for an offset.
+    # musl does this: it takes an absolute address for an offset.
     got = fresh(
         NO_SYSTEM,
         ALONE,

@@ -110,7 +110,7 @@ def test_temporary_files_of_python_stay_where_they_were(
 
 
 def test_programs_that_are_started_keep_their_temporary_folder(machine: Machine) -> None:
-    """They do not where TMPDIR, TMP or TEMP is set: then MLX looks nowhere else."""
+    """They lose it where TMPDIR, TMP or TEMP is set, because MLX then looks nowhere else."""
     found = machine.run(
         "import subprocess, sys, rewarm, mlx.core",
         "ask = 'import tempfile; print(tempfile.gettempdir())'",

@@ -109,7 +109,7 @@ linux_x86 = pytest.mark.skipif(
 
 @pytest.fixture
 def mlx_untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """MLX and mlx-lm as they come; whatever a test installs is undone."""
+    """Give the test MLX and mlx-lm without our functions, and undo what it installs."""
     stock = cpu._stock
     monkeypatch.setattr(nn, "silu", stock.get("silu", nn.silu))
     convolution = stock.get("convolution", nn.Conv1d.__call__)
@@ -128,13 +128,13 @@ def mlx_untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def with_ours() -> list[tuple[ModuleType, Replacement]]:
-    """Modules of mlx-lm with a function of ours."""
+    """List the modules of mlx-lm that have a function of ours."""
     loaded = [each for name, each in sys.modules.items() if name.startswith(MODELS)]
     return [(m, p) for m in loaded for p in cpu.COMPILED if getattr(m, p.name, 0) is p.ours]
 
 
 def layers() -> tuple[mx.array, ...]:
-    """Every operation that is replaced, as a model calls it, and some that must not be."""
+    """Call every operation that is replaced as a model does, and some that must not be replaced."""
     x = normal(1, 40, 24)
     many, other = normal(2, 1, 40, cpu.MANY // 40 + 1)
     heads = normal(1, 2, 40, 16)
@@ -168,7 +168,7 @@ def layers() -> tuple[mx.array, ...]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of our functions that were called."""
+    """Collect the names of our functions that were called."""
     found: list[str] = []
 
     def counting(name: str, ours: Any) -> Any:
@@ -213,7 +213,7 @@ def test_on_a_gpu_mlx_keeps_its_operations_after_all(
 def test_a_single_token_goes_through_mlx_own_operations(
     name: str, first: str, mlx_untouched: None, calls: list[str]
 ) -> None:
-    """MLX's are fewer operations, so decoding is no slower, whatever the model ran on first."""
+    """MLX's are fewer, so decoding is no slower, whatever input the model saw first."""
     model = zoo.tiny(name)
     assert cpu.install()
     caches = make_prompt_cache(model)

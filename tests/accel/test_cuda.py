@@ -47,7 +47,7 @@ def on_a_cpu() -> Iterator[None]:
 
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernel was not checked before the test, and its checks are forgotten after it."""
+    """Forget the checks of the kernel before and after the test."""
     monkeypatch.setattr(replacement, "_warned", set())
     cuda.agrees.cache_clear()
     yield
@@ -82,7 +82,7 @@ def test_the_kernel_knows_some_shapes(case: Case, known: bool) -> None:
     assert cuda._takes(*arrays(given.rounded(mx.bfloat16))) is known
     assert not cuda._takes(*arrays(replace(given, k=given.k.astype(mx.bfloat16))))
     assert not cuda._takes(*arrays(replace(given, g=mx.ones((*given.v.shape[:3], 1)))))
-    three = mx.ones((*given.v.shape[:2], 3, given.v.shape[3]))  # heads, of two that have keys
+    three = mx.ones((*given.v.shape[:2], 3, given.v.shape[3]))  # values of 3 heads, keys of 2
     assert not cuda._takes(*arrays(replace(given, v=three)))
     assert not cuda._takes(*arrays(replace(given, g=given.g > 0)))
 
@@ -109,7 +109,7 @@ def test_many_heads_have_more_rows_to_a_thread_and_few_have_more_blocks() -> Non
 def test_a_kernel_that_cannot_run_is_left_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cuda, "is_cuda", lambda: True)  # there is none: it fails as it would
+    monkeypatch.setattr(cuda, "is_cuda", lambda: True)  # there is none, so the kernel fails
     with caplog.at_level(logging.INFO, logger="rewarm"):
         for case in (KNOWN, replace(KNOWN, by_key=True), replace(KNOWN, masked=0.2)):
             given = inputs(case)
@@ -154,7 +154,7 @@ def test_a_kernel_that_agrees_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rule(inputs(case).rounded(mx.bfloat16)) is kernel
     assert checked == [cuda.CHECKED]
     assert rule(inputs(replace(KNOWN, masked=0.2))) is kernel
-    assert checked == [cuda.CHECKED] * 2  # another kernel, looked at once, too
+    assert checked == [cuda.CHECKED] * 2  # another kernel is checked once, too
 
 
 def test_a_gradient_passes_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_mlx_is_told_not_to_give_up_on_many_shapes_unless_somebody_said_otherwis
 
 @on_cuda
 def test_a_thousand_lengths_of_prompts_are_no_failure() -> None:
-    """More than twice the plans that MLX keeps."""
+    """They are more than twice the plans that MLX keeps."""
     planned = cuda_attention._stock[0]
     queries = mx.random.normal((1, 2, 4, 64)).astype(mx.bfloat16)
     keys = mx.random.normal((1, 2, 1100, 64)).astype(mx.bfloat16)

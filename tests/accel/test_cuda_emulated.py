@@ -28,7 +28,7 @@ each_gate = pytest.mark.parametrize("by_key", [False, True], ids=["per_head", "p
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are emulated in the place of MLX's."""
+    """Emulate kernels in the place of MLX's."""
     monkeypatch.setattr(cuda, "kernel", emulated)
     cuda._kernel.cache_clear()
     yield
@@ -82,7 +82,7 @@ def test_every_form_is_right(
     by_key: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda, "FULL", 1)  # as many rows to a lane as there would be of many heads
+    monkeypatch.setattr(cuda, "FULL", 1)  # as many rows to a lane as many heads would give
     assert cuda.form(key_dim, value_dim, heads=4) == form
     case = Case(37, by_key, shared_by=2, key_dim=key_dim, value_dim=value_dim)
     assert_right(inputs(case))
@@ -174,7 +174,7 @@ def change(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     [
         ("rewarm::wait_for_the_half(HALF);", ""),
         ("__syncthreads();", ""),
-        ("tile % 2", "0"),  # a tile is brought to where another one is read
+        ("tile % 2", "0"),  # a tile overwrites the one that is being read
     ],
 )
 def test_a_missing_barrier_is_found(
@@ -238,7 +238,7 @@ HERE = "const int i = blockIdx.x * blockDim.x + threadIdx.x;"
 
 
 def each(x: mx.array, dtype: mx.Dtype, source: str, **template: int) -> mx.array:
-    """The result for x of a kernel with a thread for each number."""
+    """Run a kernel with a thread for each number of x."""
     (y,) = emulated("each", ["x"], ["y"], HERE + source)(
         inputs=[x],
         template=[("T", dtype), *template.items()],
@@ -257,7 +257,7 @@ def test_numbers_are_rounded_as_mlx_does(dtype: mx.Dtype) -> None:
     assert mx.array_equal(whole, every.astype(mx.float32), equal_nan=True).item()
 
     random = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
-    between = (whole + mx.concatenate([whole[1:], whole[:1]])) / 2  # two that are as near
+    between = (whole + mx.concatenate([whole[1:], whole[:1]])) / 2  # halfway between neighbours
     for x in (mx.array(random.view(np.float32)), between, mx.array([0.0, -0.0])):
         found = each(x, dtype, "y[i] = static_cast<T>(x[i]);")
         assert mx.array_equal(found, x.astype(dtype), equal_nan=True).item()

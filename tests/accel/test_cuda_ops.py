@@ -1,5 +1,4 @@
-"""Attention, convolutions and joined rows in CUDA kernels: when they are used, and that they are
-right."""
+"""CUDA kernels for attention, convolutions and joined rows are right, and used where they pay."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ KERNELS = [cuda_attention.agrees, cuda_convolution.agrees, cuda_rows.agrees]
 
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No kernel was checked before the test, and the checks are forgotten after it."""
+    """Forget the checks of all kernels before and after the test."""
     monkeypatch.setattr(replacement, "_warned", set())
     for agrees in KERNELS:
         agrees.cache_clear()
@@ -41,10 +40,10 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch, unknown: None) -> None:
-    """A CUDA device is said to be there; with none, a kernel fails as it would."""
+    """Pretend that there is a CUDA device. Without one, a kernel fails when it runs."""
     for module in (cuda_attention, cuda_convolution, cuda_rows):
         monkeypatch.setattr(module, "is_cuda", lambda: True)
-    if not mx.cuda.is_available():  # where there is one, they are installed
+    if not mx.cuda.is_available():  # with a device, they are installed already
         monkeypatch.setattr(cuda_attention, "_stock", [mx.fast.scaled_dot_product_attention])
         monkeypatch.setattr(cuda_convolution, "_stock", [nn.Conv1d.__call__])
         monkeypatch.setattr(cuda_attention, "is_hopper", lambda: False)
@@ -61,7 +60,7 @@ def heads(queries: int, keys: int, dim: int, dtype: mx.Dtype = mx.bfloat16, grou
 
 
 def reference(q: mx.array, k: mx.array, v: mx.array, scale: float, causal: bool) -> np.ndarray:
-    """Attention as it is defined, in float64."""
+    """Compute attention as it is defined, in float64."""
     wide = [np.array(x.astype(mx.float32), np.float64) for x in (q, k, v)]
     queries, keys, values = wide
     group = queries.shape[1] // keys.shape[1]
@@ -86,7 +85,7 @@ def distance(found: mx.array, expected: np.ndarray) -> float:
         ((1024, 3000, 128), "causal", True),
         ((2048, 4096, 128), "causal", False),  # cuDNN's kernel for many is worth its plan
         ((1024, 100_000, 128), "causal", False),
-        ((2048, 4096, 256), "causal", True),  # which has none for such heads
+        ((2048, 4096, 256), "causal", True),  # cuDNN has no kernel for such heads
         ((1, 300, 128), None, True),
         ((1, 200, 128), None, False),  # MLX has a kernel of its own
         ((64, 300, 80), "causal", False),
@@ -200,7 +199,7 @@ def concatenated(monkeypatch: pytest.MonkeyPatch, pretended: None) -> list[int]:
 
 
 def packed(counts: list[int], lengths: list[int]) -> tuple[Packing, Rows, list[mx.array]]:
-    """Layers with keys and values of two widths, in segments of these lengths."""
+    """Make layers with keys and values of two widths, in segments of these lengths."""
     layers = [
         [drawn(1, n, sum(lengths), 8, seed=i), drawn(1, n, sum(lengths), 6, seed=i + 1000)]
         for i, n in enumerate(counts)
@@ -265,7 +264,7 @@ def test_attention_is_right(queries: int, keys: int, dim: int, dtype: mx.Dtype) 
                 )
                 assert distance(found, right) <= 5e-3
     if queries > 1:
-        assert distance(found, reference(*given, dim**-0.5, True)) > 5e-3  # it would be seen
+        assert distance(found, reference(*given, dim**-0.5, True)) > 5e-3  # the mask counts
 
 
 @pytest.mark.usefixtures("pretended")
@@ -284,13 +283,13 @@ def test_many_rows_go_through_products_of_hopper_where_there_are_any(
 
 
 def ways() -> list[bool]:
-    """With products of Hopper, where there are any, and without."""
+    """Run with the products of Hopper GPUs where there are any, and without them."""
     return [True, False] if cuda_attention.is_hopper() else [False]
 
 
 @on_cuda
 def test_attention_reads_no_more_than_its_keys() -> None:
-    """Room that mlx-lm's caches keep for later rows is not attended to."""
+    """Attention does not read the room that mlx-lm's caches keep for later rows."""
     q, k, v = heads(40, 1000, 128)
     room = mx.full((1, 2, 77, 128), float("nan"), mx.bfloat16)
     k, v = (mx.concatenate([x, room], axis=2) for x in (k, v))

@@ -92,7 +92,7 @@ def inputs(case: Case) -> Inputs:
 
 
 def by_token(given: Inputs) -> tuple[Array, Array]:
-    """The rule as it is defined. A masked token's output is left at 0."""
+    """Compute the rule as it is defined. A masked token's output stays 0."""
 
     def array(x: mx.array) -> Array:
         return np.array(x.astype(mx.float32)).astype(np.float64)
@@ -135,7 +135,7 @@ def assert_right(given: Inputs, tolerance: float) -> None:
 
 
 def spoiled(given: Inputs) -> Inputs:
-    """The same inputs with NaN in every masked place."""
+    """Put NaN and infinity in every masked place."""
     assert given.mask is not None
     place = given.mask[..., None, None]
     return replace(given, k=mx.where(place, given.k, mx.nan), v=mx.where(place, given.v, mx.inf))
@@ -147,7 +147,7 @@ def test_what_lies_in_a_masked_place_does_not_matter(by_key: bool) -> None:
 
 
 def sampled() -> Iterator[Case]:
-    """Random shapes and gates of every kind."""
+    """Draw random shapes and gates of every kind."""
     random = np.random.default_rng(11)
     gates = [(0.0, 1.0), (0.0, 1e-3), (0.0, 1e-30), (0.99, 1.0), (1.0, 1.0), (0.9, 1.0)]
     longest = 4096 if SOAK else 200
@@ -190,7 +190,7 @@ def test_long_sequences_stay_right(gates: tuple[float, float], by_key: bool) -> 
 
 @pytest.mark.parametrize("by_key", [False, True])
 def test_a_repeated_key_is_right(by_key: bool) -> None:
-    """The powers of A are at their largest: a plain product of them fails here."""
+    """The powers of A are at their largest here, and a plain product of them would fail."""
     case = Case(256, by_key, gates=(1.0, 1.0), same_keys=True)
     given = replace(inputs(case), beta=mx.full((1, 256, 2), 1.9))
     assert_right(given, 1e-5)
@@ -287,13 +287,13 @@ def test_a_gradient_passes_through() -> None:
 
 
 def stock_rule() -> delta.Rule:
-    """mlx-lm's own rule, even where an earlier test has replaced it."""
+    """Return mlx-lm's own rule, even where an earlier test has replaced it."""
     return delta._stock.get("gated_delta_ops", gated_delta.gated_delta_ops)
 
 
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> delta.Rule:
-    """mlx-lm as it comes; whatever a test installs is undone."""
+    """Give the test mlx-lm without our functions, and undo what it installs."""
     stock = stock_rule()
     monkeypatch.setattr(gated_delta, "gated_delta_ops", stock)
     monkeypatch.setattr(delta, "_stock", {})

@@ -38,7 +38,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def run(**environment: str) -> tuple[bool, int]:
-    """Return true where the heap is set up, and the pages that the system gave in 20 steps."""
+    """Say whether the heap is set up, and count the pages that the system gave in 20 steps."""
     kept = {k: v for k, v in os.environ.items() if k not in (*heap.SETTINGS, "REWARM_ACCEL")}
     told = subprocess.run(
         [sys.executable, "-c", STEPS],

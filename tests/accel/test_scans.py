@@ -96,7 +96,7 @@ def test_lightning_attention_gives_what_the_rule_gives(length: int, with_state: 
 
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """mlx-lm as it comes, until the test is over."""
+    """Give the test mlx-lm without our functions."""
     put = {}
     for place in scans.REPLACED:
         module = sys.modules.get(f"mlx_lm.models.{place.module}")
@@ -122,7 +122,7 @@ def owner_of(place: Replacement) -> tuple[Any, str]:
 
 
 def logits(model: Any, tokens: mx.array, *cuts: int) -> Array:
-    """The outputs of all tokens, prefilled up to each cut in turn."""
+    """Compute the outputs of all tokens, prefilled up to each cut in turn."""
     caches = make_prompt_cache(model)
     found = [model(tokens[:, a:b], cache=caches) for a, b in zip((0, *cuts), cuts, strict=False)]
     return np.array(mx.concatenate(found, axis=1)).astype(np.float64)

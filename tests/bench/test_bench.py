@@ -34,7 +34,7 @@ WINDOW = Profile("window", 500, 500, 128, 0, 2e9, 5e4, 5e4)
 
 
 def trace_of(*prompts: list[int], block: int = 64, waits: tuple[int, ...] = ()) -> Trace:
-    """Make requests with these blocks. Equal numbers must come after equal pasts."""
+    """Make requests with these blocks. Equal numbers must have the same blocks before them."""
     return Trace(
         "made",
         [
@@ -160,7 +160,7 @@ def test_with_room_for_everything_nothing_is_computed_twice(profile: Profile, po
 
 
 def test_clairvoyant_keeps_what_comes_back_in_a_round() -> None:
-    """Three chats in turn where two fit: the least recently used is just what comes next."""
+    """Three chats take turns where two fit: LRU evicts just the one that comes next."""
     chats = [[100 * c + b for b in range(20)] for c in range(3)]
     trace = trace_of(*(chats[i % 3] for i in range(30)))
     room = int(2.3 * 20 * 64 * 1000)
@@ -183,8 +183,8 @@ def test_the_policy_keeps_a_round_that_lru_loses() -> None:
 @pytest.mark.corpus
 @pytest.mark.parametrize("memory", [8, 16] if SOAK or corpus.RECORDED else [16])
 def test_a_third_of_what_lru_misses_is_hit_on_coding_agents(memory: int, tmp_path: Path) -> None:
-    """Six coding agents at once, a prompt of 3 GB each; where they are generated, on average over
-    three times six."""
+    """Six coding agents run at once, with a prompt of 3 GB each. Generated ones run in three
+    groups of six, and the average counts."""
     hybrid, rates = profile("qwen3.5-9b"), dict.fromkeys(POLICIES, 0.0)
     groups = corpus.session_files(tmp_path)
     for files in groups:

@@ -20,7 +20,7 @@ from rewarm.cli.app import app
 from rewarm.errors import InvalidOption, NotReady
 from tests.sets import SOAK
 
-# Answers every chat with one word, knows one model by its name only, and keeps to itself what it
+# It answers every chat with one word, knows one model by its name only, and does not report what it
 # had cached. It notes its process, and a line for each request.
 SERVER = """
 import json, os, sys
@@ -54,7 +54,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 
 
 def server(folder: Path) -> tuple[str, Path]:
-    """The command of such a server, behind a shell that waits for it, and its notes."""
+    """Return the command of such a server, behind a shell that waits for it, and its notes."""
     script, notes = folder / "server.py", folder / "notes"
     script.write_text(SERVER)
     return f"sh -c '{sys.executable} {script} {notes} {{port}}; true'", notes
@@ -164,10 +164,10 @@ def test_ctrl_c_keeps_what_is_done_and_stops_the_servers(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Whoever runs the tests may have it ignored.
+        # The process that runs the tests may ignore it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    # Its process, the first request of all, and then those of a round or more.
+    # The lines are its process, the first request, and the requests of a round or more.
     pid = int(wait_for(notes, 9, process)[0])
     process.send_signal(number)
     said, errors = process.communicate(timeout=60)
@@ -200,10 +200,10 @@ def test_overhead_asks_a_peer_the_same_over_http(tmp_path: Path) -> None:
         *("TTFT s, one message of 80", "TTFT s, 4 messages")
     ]
     sides = [row[1].split()[0] for row in over.rows]
-    # It answers with one token, which says nothing of how long the next would take.
+    # The peer answers with one token, which does not show how long a next one would take.
     assert sides == [*["rewarm", "peer"] * 2, "rewarm", "rewarm"]
     assert all(bool(row[3]) == (row[1] == "peer") for row in over.rows)
-    # Its first request, and two prompts in each round.
+    # The lines are its process, its first request, and two prompts in each round.
     assert len(notes.read_text().splitlines()) == 1 + 1 + 2 * 2
 
 
@@ -237,7 +237,8 @@ def test_prefix_shows_where_the_time_of_a_hit_goes(tmp_path: Path) -> None:
     tokens, _, over = result.sheets
     rows = {row[1]: dict(zip(tokens.columns, row, strict=True)) for row in tokens.rows}
     assert list(rows) == ["cold", "exact", "nearest"]
-    # All but the last token of the first prompt; up to where the second one differs.
+    # `exact` reuses all but the last token of the first prompt, `nearest` the part before the
+    # difference.
     assert [rows[name]["cached"] for name in rows] == ["0", "299", "236"]
     for row in rows.values():
         parts = [float(row[name]) for name in ("lookup ms", "restore ms", "prefill ms")]
@@ -261,7 +262,7 @@ def test_ctrl_c_in_a_trace_keeps_the_budgets_that_are_done(tmp_path: Path) -> No
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
-    for _ in range(2):  # the first one is surely kept when the second is told
+    for _ in range(2):  # once the second is told, the first is kept
         assert process.stderr.readline() == "replayed\n"
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)

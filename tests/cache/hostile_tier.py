@@ -1,4 +1,4 @@
-"""A tier that keeps everything in a dictionary, and may be slow, lose what it has, and lie."""
+"""A tier that keeps everything in a dictionary. It may be slow, lose some, or give wrong ones."""
 
 from __future__ import annotations
 

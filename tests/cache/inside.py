@@ -13,13 +13,13 @@ from rewarm.cache.worth import What
 
 
 def evict_all(cache: PrefixCache) -> None:
-    """Evict to the last item, as a full budget does."""
+    """Evict every item, as a full budget does."""
     cache.trim(0)
     assert not cache.stats().entries
 
 
 def evict(cache: PrefixCache, what: What, at: int) -> None:
-    """Evict one item, whatever retention thinks of it."""
+    """Evict one item, whatever its worth."""
     evictor = cache.memory.evictor
     for node in cache.nodes():
         if node.end == at and what in evictor.appraiser.kinds(node):
@@ -29,7 +29,7 @@ def evict(cache: PrefixCache, what: What, at: int) -> None:
 
 
 def held_bytes(cache: PrefixCache) -> dict[int, tuple[Any, bytes]]:
-    """Every payload of the trees with its bytes, by identity."""
+    """Copy the bytes of every payload of the trees, by identity."""
     found = {}
     for node in cache.nodes():
         for rows in (node.rows, node.window):

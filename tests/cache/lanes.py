@@ -6,6 +6,6 @@ from rewarm.cache import PrefixCache
 
 
 def handed_over(cache: PrefixCache) -> None:
-    """Wait until the tiers have seen all that was offered to them."""
+    """Wait until the tiers have taken all that was offered to them."""
     for lane in cache._lower.lanes:
         lane.submit(lambda: None).result()

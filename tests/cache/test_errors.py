@@ -1,4 +1,4 @@
-"""An error names the value and the way out, and nothing is lost by it."""
+"""An error names the value and what to do, and nothing is lost by it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_cache_of_another_model_is_refused() -> None:
     cache = PrefixCache(tiny_model(seed=0), memory="64MB")
     with pytest.raises(ModelMismatch, match="another model"):
         Session(tiny_model(seed=1), tiny_tokenizer(), cache)
-    Session(tiny_model(seed=0), tiny_tokenizer(), cache)  # the same weights will do
+    Session(tiny_model(seed=0), tiny_tokenizer(), cache)  # equal weights are accepted
     other = PrefixCache(zoo.tiny("llama"), memory="64MB")
     with other.acquire(prompt(20)) as lease, pytest.raises(ModelMismatch, match="another cache"):
         cache.commit(lease, 10)
@@ -107,7 +107,7 @@ def test_a_model_with_an_unknown_cache_runs_without_reuse_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Sealed:
-        """A cache class that delegates to a real cache, and shows nothing of it."""
+        """A cache class that delegates to a real cache, and shows none of its attributes."""
 
         __slots__ = ("_inner",)
 

@@ -1,7 +1,7 @@
-"""On a machine that others use, nothing that we keep can be read, planted or replaced by them.
+"""On a shared machine, other users cannot read, plant or replace what we keep.
 
-The other user is a real one (65534). Where the tests do not run as root there is none, and those
-that need one are skipped; what a link or a mode can do is tried by anybody.
+The other user is a real one (65534). Where the tests do not run as root, the tests that need
+it are skipped. Links and modes are tested without it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SECRET = "ours, and nobody else's business"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A store's folder with something in it."""
+    """Make a store's folder with something in it."""
     with opened(tmp_path / "cache") as kept:
         add(kept, 1)
     return tmp_path / "cache"
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder like /tmp: others may make files in it."""
+    """Make a folder like /tmp, where others may make files."""
     made = Path(tempfile.mkdtemp())
     made.chmod(0o1777)
     yield made
@@ -150,7 +150,7 @@ def test_the_program_says_whose_the_folder_is(folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-# What lies in it: planted while others could still write there
+# The contents: planted while others could still write there
 
 
 NAMES = (
@@ -212,7 +212,7 @@ def test_what_another_user_left_there_is_not_used(name: str, folder: Path) -> No
 def test_a_payload_that_became_a_link_is_damaged(folder: Path, tmp_path: Path) -> None:
     (file,) = folder.rglob("*.safetensors")
     copy = tmp_path / "copy"
-    shutil.copy(file, copy)  # its bytes are right
+    shutil.copy(file, copy)  # the bytes are equal
     file.unlink()
     file.symlink_to(copy)
     with opened(folder) as kept:

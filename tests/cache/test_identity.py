@@ -1,4 +1,4 @@
-"""Two models that compute otherwise never share state, and equal ones always do."""
+"""Two models that compute differently never share state, and equal ones always do."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def in_attribute(holder: Any, name: str) -> Change:
 
 
 def in_array(array: mx.array, rng: random.Random) -> Change:
-    """One byte of one array, in place: the array object and its buffer stay."""
+    """Change one byte of one array in place: the array object and its buffer stay."""
 
     def change() -> Callable[[], None]:
         mx.eval(array)
@@ -126,7 +126,7 @@ def leaves_of(model: nn.Module, rng: random.Random) -> dict[str, list[Change]]:
     arrays = [value for _, value in tree_flatten(model.parameters())]
     found["array"] = [in_array(array, rng) for array in arrays if array.size]
     for kind in sorted(kinds, key=repr):
-        # Ours that stand in the place of mlx-lm's are part of what executes.
+        # Our functions in the place of mlx-lm's count as what executes, not as the model.
         methods = [
             name
             for name, value in vars(kind).items()
@@ -171,7 +171,7 @@ def test_every_change_of_a_leaf_is_another_identity(name: str) -> None:
 def test_a_replaced_module_file_is_another_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The source of a GPU kernel is a text inside a native object, which shows nothing of it."""
+    """A GPU kernel's source lies inside a native object that does not show it."""
     source = "from mlx.nn import Linear\nclass Own(Linear):\n    pass\nkernel = object()\n"
     (tmp_path / "own_layers.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -233,7 +233,7 @@ def test_what_changes_bits_is_part_of_the_identity_in_exact(
     assert both()[1] != exact
 
 
-# What was seen to go wrong on disk: state of the first model answered for the second.
+# Known failures on disk: state of the first model answered for the second.
 
 
 def cache_of(model: Any, folder: Path, **options: Any) -> PrefixCache:
@@ -241,7 +241,7 @@ def cache_of(model: Any, folder: Path, **options: Any) -> PrefixCache:
 
 
 def edited(folder: Path, **parameters: Any) -> str:
-    """Pocket's folder with another RoPE."""
+    """Copy Pocket's folder with another RoPE."""
     shutil.copytree(FOLDER, folder)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["rope_parameters"] |= parameters
@@ -310,7 +310,7 @@ def test_another_models_state_is_not_found_on_disk(pair: str, tmp_path: Path) ->
         assert got.match.shared == 0
         assert divergence(cold(model, tokens, like=cache).logits, got.logits) <= 1e-5
         cache.close()
-    # Both are there: what a model computed serves that model.
+    # The disk has state of both models, and each model uses its own.
     for model in (first, second):
         cache = cache_of(model, folder)
         assert cache.match(tokens).resume == 199
@@ -341,7 +341,7 @@ def test_replaced_weights_are_noticed_at_the_next_prompt(disk: bool, tmp_path: P
     assert got.match.shared == 0
     assert divergence(cold(model, tokens, like=cache).logits, got.logits) <= 1e-5
     model.load_weights(list(own.items()))
-    # A disk has identities, and so what was computed with the old weights is good again.
+    # A disk stores identities, so state of the old weights can be used again.
     assert run(model, cache, tokens).match.resume == (99 if disk else 0)
     cache.verify()
     cache.close()
@@ -366,7 +366,7 @@ def test_a_change_of_the_model_object_is_noticed(change: str) -> None:
 
 @pytest.mark.parametrize(
     ("disk", "anew"),
-    # A cache in memory is bound to its model object: there a session makes nothing anew.
+    # Without a disk a cache is bound to its model object, and a session takes no new identity.
     [
         *((True, anew) for anew in ("rebind", "session", "cache")),
         (False, "rebind"),

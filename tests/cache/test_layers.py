@@ -41,7 +41,7 @@ CACHES: dict[str, Callable[[], Any]] = {
 
 
 def rows(positions: range, layer: int) -> tuple[mx.array, mx.array]:
-    """Keys and values that say which position and layer they are of."""
+    """Make keys and values that show their position and layer."""
     at = mx.array(list(positions), dtype=mx.float32).reshape(1, 1, -1, 1)
     scale = mx.arange(1, HEADS * WIDTH + 1).reshape(1, HEADS, 1, WIDTH) / 7
     keys = at * scale + layer
@@ -57,7 +57,7 @@ def feed(cache: Any, positions: range, layer: int) -> list[np.ndarray[Any, Any]]
 
 
 def visible(cache: Any, fetched: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-    """The rows that a step attends to; a ring's order carries no meaning."""
+    """Return the rows that a step attends to; the order in a ring has no meaning."""
     if isinstance(cache, RotatingKVCache):
         return [np.sort(a, axis=2) for a in fetched]
     return fetched
@@ -77,7 +77,7 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_was_read_from(
     names: list[str], before: list[int], after: list[int], cut: int
 ) -> None:
     """Rows are read after every step; the rebuilt cache stands at one of the steps' ends."""
-    # The last two layers in composites, one inside the other.
+    # The last two layers are composites, one inside the other.
     single = [CACHES[n]() for n in names]
 
     def composed(single: list[Any]) -> list[Any]:

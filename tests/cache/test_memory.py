@@ -95,7 +95,7 @@ def test_a_prompt_larger_than_the_budget_leaves_a_hybrid_something_to_resume(
 def test_work_per_byte_keeps_windows_with_the_checkpoints_they_serve(
     name: str, share: float
 ) -> None:
-    """Part of what a checkpoint needs saves nothing."""
+    """A checkpoint without all of its window saves nothing."""
     kept = []
     for retention in (WorkPerByte(), LRU()):
         model = zoo.tiny(name)
@@ -119,7 +119,7 @@ def test_a_prompt_larger_than_the_budget_runs_and_the_prefix_that_fits_is_kept()
     cache.verify()
     again = run(model, cache, tokens)
     row = cache.memory.ledger.held.kinds["rows"] / cache.stats().tokens
-    # All but what a chunk's node and the slack for the next one cost.
+    # The rest is the cost of one chunk's node and of the slack for the next one.
     assert again.match.resume * row >= 0.95 * 1_000_000
     assert divergence(expected.logits, again.logits) <= 1e-5
 

@@ -1,4 +1,4 @@
-"""The cache says why it could not give more, and names the true first difference."""
+"""The cache says why it could not reuse more, and names the true first difference."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_position_is_the_true_first_difference(name: str) -> None:
         seen.add(found.miss.reason)
         assert found.miss.shared == truth
         if found.miss.reason == "diverged":
-            # What stands there instead is a prompt that was sent, from that very place on.
+            # The tokens shown in its place are those of a stored prompt, from that position on.
             other = found.miss.other
             assert other[0] != asked[truth]
             glimpses = [t[truth : truth + GLIMPSE] for t in held if common(asked, t) == truth]
@@ -125,7 +125,8 @@ def test_what_was_evicted_is_said_and_how_far_it_went(name: str) -> None:
     assert cache.match(tokens).shared == 0
     miss = missed(cache, tokens)
     assert (miss.reason, miss.held) == ("evicted", 199)
-    # Of a prompt that shares a part of it, to within a few tokens; it takes a state to resume.
+    # For a prompt that shares a part, `held` is right to within a few tokens. A hybrid model
+    # needs a state to resume there.
     other = joined(tokens[:150], prompt(50, 77))
     if name == "llama":
         assert 150 - GRAIN < missed(cache, other).held <= 150
@@ -160,7 +161,7 @@ def test_the_first_difference_is_found_on_disk_too(tmp_path: Path) -> None:
         with cache.acquire(other) as lease:
             assert lease.cost.miss is not None
             assert (lease.cost.miss.reason, lease.cost.miss.shared) == ("diverged", 150)
-            seen = lease.cost.miss.other  # as far as it was brought up
+            seen = lease.cost.miss.other  # only the part that was fetched
             assert seen.tolist() == tokens[150 : 150 + len(seen)].tolist() != []
         cache.close()
 
@@ -181,10 +182,10 @@ def test_another_salt_is_said_only_where_the_caller_names_it() -> None:
     run(cache.model, cache, tokens, salt="a")
     for salt in ("b", None):
         assert missed(cache, tokens, salt=salt).reason == "cold"
-    # Who names the other salt could have sent it.
+    # A caller who knows the other salt could have sent it.
     named = missed(cache, tokens, salt="b", other_salts=["a"])
     assert (named.reason, named.held, named.resume) == ("salt", 99, 0)
-    # Nobody hears of prompts without a salt, either.
+    # Prompts without a salt are not mentioned to other salts, either.
     run(cache.model, cache, tokens)
     for salt in ("b", "c"):
         assert missed(cache, tokens, salt=salt).reason == "cold"

@@ -38,7 +38,7 @@ def test_what_is_unfilled_was_never_touched() -> None:
 
 
 def rows_of(dtype: mx.Dtype, start: int, stop: int) -> tuple[Packing, Any]:
-    """Two layers of different widths, one of no width at all."""
+    """Make two layers with arrays of several widths, one of them 0."""
     mx.random.seed(start)
     shape = {"keys": (1, 2, stop - start, 32), "values": (1, 2, stop - start, 48)}
     keys, values = (mx.random.normal(s).astype(dtype) for s in shape.values())

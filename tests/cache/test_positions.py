@@ -1,7 +1,7 @@
 """A position module that changes with a sequence's length is found, and worked around.
 
-Dynamic NTK is the one that mlx-lm has. Beyond its limit a token's keys depend on where the chunk
-ends that they were computed in: `fast` stores nothing there, `exact` reuses whole chunks as ever.
+mlx-lm has one such module, dynamic NTK. Beyond its limit a token's keys depend on where their chunk
+ends: `fast` stores nothing there, and `exact` reuses whole chunks as always.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Holder(nn.Module):
 
 
 class Switching(nn.Module):
-    """LongRoPE as it was published: other frequencies for a sequence longer than the trained."""
+    """LongRoPE as published: a sequence beyond the trained length has other frequencies."""
 
     def __init__(self, trained: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Switching(nn.Module):
 
 
 class Remembering(nn.Module):
-    """It keeps a table that is as long as the longest sequence it has seen."""
+    """A module with a table as long as the longest sequence that it has seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Remembering(nn.Module):
 
 
 class Picky(nn.Module):
-    """It cannot be called with any array that a probe would think of."""
+    """A module that refuses every array that a probe may call it with."""
 
     def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
         raise TypeError("not with this")
@@ -88,7 +88,7 @@ class Picky(nn.Module):
 def test_dynamic_ntk_is_found_at_the_trained_length(trained: int, factor: float) -> None:
     module = DynamicNTKScalingRoPE(64, trained, False, 1e4, factor)
     assert position_limit(Holder(module)) == trained
-    # mlx-lm's older one adds the number of heads to where a chunk begins, not its length.
+    # mlx-lm's older module adds the number of heads, not the chunk's length, to its beginning.
     older = internlm3.DynamicNTKScalingRoPE(64, trained, False, 1e4, factor)
     assert position_limit(Holder(older)) == trained - HEADS + 1
 
@@ -130,7 +130,7 @@ def test_alpha_scaling_has_no_limit() -> None:
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
 def test_no_architecture_has_a_limit_by_itself(name: str) -> None:
-    """To find that out neither runs the model nor changes anything in it."""
+    """The search neither runs the model nor changes anything in it."""
     model = zoo.tiny(name)
     before = Description.of(model).text
     cache = PrefixCache(counted := Counted(model), memory="64MB")
@@ -141,7 +141,7 @@ def test_no_architecture_has_a_limit_by_itself(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama4", "qwen3_5", "gemma4_text", "minicpm3"])
 def test_position_modules_are_found_in_real_models(name: str) -> None:
-    """The test above would pass, too, if no position module was found."""
+    """The test above would also pass if no position module was found."""
     found = positions.position_modules(zoo.tiny(name))
     assert found
     assert {type(m).__name__ for m in found} <= {"RoPE", "ProportionalRoPE", "SuScaledRoPE"}
@@ -159,7 +159,7 @@ Compare = Callable[[str, Ran, Ran], None]
 
 
 def programme() -> dict[str, Prompt]:
-    """Prompts that extend, branch and repeat, below the limit, across it and beyond."""
+    """Make prompts that extend, branch and repeat, below the limit, across it and beyond."""
     long = prompt(230, 1)
     return {
         "below": long[:70],
@@ -204,7 +204,7 @@ def test_fast_reuses_what_lies_below_the_limit_and_nothing_beyond(name: str) -> 
     assert cache.limit == LIMIT
     resumed = check(model, cache, same_answer)
     assert all(node.end <= LIMIT for node in cache.nodes())
-    # An answer that crosses the limit is not stored. With recurrent state, resumes are at
+    # An answer that crosses the limit is not stored. A model with recurrent state resumes at
     # checkpoints: where prompts end, and where they left the tree.
     state = cache.layout.has_state
     assert resumed == {
@@ -261,7 +261,7 @@ def test_without_a_limit_the_answers_would_be_wrong(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["llama", "falcon_h1"])
 def test_a_session_answers_as_a_fresh_one_does(name: str) -> None:
-    """The runner's own pieces are run, and answers are stored while they cross the limit."""
+    """It runs the runner's own pieces, and stores answers while they cross the limit."""
     model, tokenizer = rescaled(name, vocab_size=260), tiny_tokenizer()
 
     def session() -> Session:

@@ -61,7 +61,7 @@ def test_a_miss_says_why() -> None:
     assert cache.match(tokens).reason == "cold"
     run(cache.model, cache, tokens)
     assert cache.match(tokens).reason is None
-    assert cache.match(joined(tokens, prompt(5))).reason is None  # it only goes on
+    assert cache.match(joined(tokens, prompt(5))).reason is None  # it only continues
     assert cache.match(joined(tokens[:50], prompt(80, 9))).reason == "diverged"
     assert cache.match(joined(tokens[:50], prompt(5, 9))).reason == "no_checkpoint"
     exact = cache_of("llama", reuse="exact")
@@ -105,7 +105,7 @@ def test_nothing_the_tree_holds_changes_while_requests_run(name: str) -> None:
     cache = cache_of(name)
     tokens = prompt(120)
     run(cache.model, cache, tokens, decode=4)
-    before = held_bytes(cache)  # keeps the payloads alive: no identity is used again
+    before = held_bytes(cache)  # this keeps the payloads alive, so no identity is used again
     for i in range(4):
         run(cache.model, cache, joined(tokens[: 30 * (i + 1)], prompt(20, i)), decode=40)
     after = held_bytes(cache)
@@ -121,7 +121,7 @@ def test_two_leases_on_one_path_do_not_see_each_other() -> None:
     expected = run(cache.model, cache, tokens)
     one, two = cache.acquire(tokens), cache.acquire(tokens)
     assert one.position == two.position == 99
-    # One goes far ahead; the other must still stand where it was restored.
+    # One lease goes far ahead; the other must keep the state that was restored.
     cache.model(mx.array(prompt(60, 5))[None], cache=one.caches)
     mx.eval([c.state for c in one.caches])
     assert np.array_equal(finish(cache.model, two), expected.logits)

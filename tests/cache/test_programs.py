@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent and rows, rescaled": ("falcon_h1", {}),
 }
 RESCALED = {**zoo.DYNAMIC_NTK, "max_position_embeddings": 50}
-# With rows that a ring keeps, mlx-lm's answers depend on the cuts by themselves.
+# Where a ring keeps its first rows, mlx-lm's answers depend on the cuts even without a cache.
 CASES = [
     (name, reuse)
     for name in MODELS
@@ -57,11 +57,11 @@ CASES = [
     if (name, reuse) != ("window that keeps", "fast")
 ]
 STORED_CASES = [(name, reuse) for name, reuse in CASES if SOAK or not name.endswith("rescaled")]
-"""The cases for tiers, to which rescaled rows are like others."""
+"""The cases for tiers. A tier treats rescaled rows like others, so a sample leaves them out."""
 
 
 def half(cases: list[tuple[str, str]], first: int) -> list[tuple[str, str]]:
-    """Every second case, which has every model with one of the modes; all of them in a soak."""
+    """Take every second case, so every model with one of the modes. A soak takes all."""
     return cases if SOAK else cases[first::2]
 
 
@@ -91,7 +91,7 @@ class Programs(RuleBasedStateMachine):
         return PrefixCache(self.model, memory="64MB", reuse=self.reuse, chunk=CHUNK, **options)
 
     def boundaries(self, tokens: Prompt) -> list[Boundary]:
-        """Boundaries after every multiple of 23, so that the tokens before alone decide them."""
+        """Put a boundary after every multiple of 23: it depends only on the tokens before it."""
         return [Boundary(int(i) + 1, "user") for i in np.flatnonzero(tokens % 23 == 0)]
 
     @rule(
@@ -171,7 +171,7 @@ class Programs(RuleBasedStateMachine):
         self.cache.verify()
         for key, (holder, data) in held_bytes(self.cache).items():
             assert self.stored.setdefault(key, data) == data
-            self.alive.append(holder)  # so that no identity is used again
+            self.alive.append(holder)  # so no identity is used again
 
     def compare_match(self, got: Match, expected: Match) -> None:
         assert got == expected
@@ -258,10 +258,10 @@ def test_random_programs_with_restarts_do_so_too(name: str, reuse: str) -> None:
 
 
 def run_programs(machine: type[Programs], *counts: tuple[str, int]) -> None:
-    """Run programs until they have done so much of what is counted, such as hits.
+    """Run programs until they have done enough of what is counted, such as hits.
 
-    Hypothesis draws other programs after every change of the code, so no number of them is sure
-    to be enough."""
+    Hypothesis draws other programs after every change of the code, so no fixed number of programs
+    is sure to be enough."""
     for number in range(1 if SOAK else 5):
         run_state_machine_as_test(
             machine if SOAK else seed(number)(machine),

@@ -20,8 +20,8 @@ WINDOW = Profile("window", 500, 500, 128, 0, 2e9, 5e4, 5e4)
 
 
 def test_a_chat_whose_end_had_to_go_goes_on_from_where_it_was_before() -> None:
-    """Two chats take turns where one and a half fit. Half of a chat is better than its beginning,
-    which is all that is left where no checkpoint on the way was kept."""
+    """Two chats take turns where one and a half fit. A checkpoint on the way leaves half of a chat;
+    without one, only its beginning would be left."""
     large = Profile("large", 1000, 0, 0, 2_000_000, 2e9, 1e5, 0)
     chats = [prompt(60_000, seed) for seed in (1, 2)]
     cache = sized_cache(large, 115 * 10**6, WorkPerByte())
@@ -47,7 +47,7 @@ def test_a_chat_that_waits_for_a_person_goes_before_one_that_waits_for_a_tool(
 ) -> None:
     cache = sized_cache(profile, 10**9, WorkPerByte(), chunk=512)
     person, tool = prompt(1000, 1), prompt(1000, 2)
-    fill(cache, tool, person)  # the person's is the more recent one
+    fill(cache, tool, person)  # the chat that waits for a person is newer
     cache.mark_idle(person)
     cache.resize(cache.memory.ledger.held.total * 2 // 3)
     cache.verify()
@@ -80,7 +80,7 @@ def test_what_one_request_used_goes_from_its_end_on(profile: Profile) -> None:
 
 
 def check_that_nothing_hides(evictor: Evictor) -> None:
-    """Check that no item is filed too high: it would not be found."""
+    """Check that no item is filed too high, where it would not be found."""
     for entry in [entry for filed in evictor._filed.values() for entry in filed.values()]:
         assert entry.node is not None
         if entry.node.parent is not None and entry.what in evictor.appraiser.kinds(entry.node):

@@ -24,7 +24,7 @@ prompts = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), max_siz
 
 
 def weighed(start: int, stop: int) -> Span:
-    """A payload with one byte for each token."""
+    """Make a payload with one byte for each token."""
     return Span(start, stop, nbytes=stop - start)
 
 
@@ -51,7 +51,7 @@ def path_of(survey: Survey, row: int) -> bytes:
 
 
 def check_shape(survey: Survey) -> None:
-    """Parents first, all below a row directly after it, spans end to end."""
+    """Check that parents come first, that a row's subtree follows it, and that spans are joined."""
     parent, start, tokens = (survey.column(name) for name in ("parent", "start", "tokens"))
     for row in range(1, len(survey.keys)):
         above = int(parent[row])

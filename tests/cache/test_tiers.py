@@ -37,7 +37,7 @@ def cache_over(model: Any, *tiers: Any, reuse: Any = "fast", **options: Any) -> 
 
 
 def filled(name: str, tier: HostileTier, reuse: Any = "fast") -> tuple[Any, Prompt]:
-    """Have a tier keep a prompt, what goes on from it, and the same of an older model."""
+    """Fill a tier with a prompt, one that continues it, and the same of an older model."""
     vocabulary = zoo.vocabulary(name)
     first = prompt(100, 1, vocabulary)
     for seed in (1, 0):
@@ -80,7 +80,7 @@ VICIOUS = [
     for j, vice in enumerate(get_args(Vice))
     for reuse in (("fast", "exact") if SOAK else [("fast", "exact")[(i + j) % 2]])
 ]
-"""Every model with every vice, in a sample in one of the modes."""
+"""Every model with every vice. A sample has one of the modes for each."""
 
 
 @pytest.mark.parametrize(("name", "vice", "reuse"), VICIOUS)
@@ -96,7 +96,7 @@ def test_whatever_a_tier_does_no_answer_changes(name: str, vice: Vice, reuse: st
 
 
 def believing(unsealer: Unsealer, arrays: Sealed) -> FetchedPayload:
-    """Take every payload for what was asked for, without a look at its seal."""
+    """Accept every payload as the right one, without a check of its seal."""
     label = json.loads(arrays[LABEL].tobytes())
     unpack = seal.unpack_state if label["what"] == "state" else seal.unpack_rows
     ends = [(stop, origin) for stop, origin in label["ends"]]
@@ -120,7 +120,7 @@ def test_without_the_seal_every_lie_changes_an_answer(
 
 
 class ProgramsOverATier(Programs):
-    """Random programs with a tier that has all vices by turns, and with caches that are closed."""
+    """Random programs with a tier that has one vice after another, and caches that get closed."""
 
     from_tier: ClassVar[int]
     examples = 6

@@ -1,4 +1,4 @@
-"""The radix tree against a plain list of what was inserted."""
+"""The radix tree agrees with a plain list of what was inserted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rewarm.cache.tree import WIDTH, Checkpoint, ChunkTree, Node, Tree, agreemen
 
 @dataclass(frozen=True)
 class Span:
-    """A payload that has only a place."""
+    """A payload that only knows its start and stop."""
 
     start: int
     stop: int
@@ -105,7 +105,7 @@ def test_only_leaves_can_be_removed() -> None:
         tree.remove(first)
     second.checkpoint = Checkpoint("turn", None, last_used=0)
     tree.remove(second)
-    assert second.checkpoint is None  # whoever still knows it keeps nothing in memory
+    assert second.checkpoint is None  # a reference to it keeps no payload alive
     tree.remove(first)
     assert not tree.root.children
 

@@ -73,7 +73,7 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def programme(vocabulary: int) -> dict[str, Prompt]:
-    """Prompts that extend, branch, repeat and are cut short, inside chunks and at their ends."""
+    """Make prompts that extend, branch, repeat or end earlier, inside chunks and at their ends."""
     first = prompt(150, 1, vocabulary)
     return {
         "first": first,
@@ -131,8 +131,8 @@ def test_exact_reuse_gives_the_bits_of_a_cold_run(name: str) -> None:
         assert np.array_equal(got.logits, expected.logits), step
 
     resumed = check(model, cache, compare, decode=0)
-    # Whole chunks of 32 are reused, and a repeat all of its own; with recurrent layers, from where
-    # a checkpoint is: the last whole chunk, and the junction that the prompt before left.
+    # Whole chunks of 32 are reused, and a repeat reuses all its chunks. Recurrent layers resume at
+    # a checkpoint: at the last whole chunk, or where an earlier prompt branched.
     junction = 96 if not cache.layout.has_state else 0
     assert resumed == {
         "first": 0,
@@ -146,7 +146,7 @@ def test_exact_reuse_gives_the_bits_of_a_cold_run(name: str) -> None:
     }
 
 
-# mlx-lm's mask does not know of the rows that a ring keeps: inside a chunk they are seen otherwise.
+# mlx-lm's mask leaves out the rows that a ring keeps, so inside a chunk they are seen differently.
 KEPT = "qwen3, kept rows"
 
 
@@ -190,7 +190,7 @@ def test_exact_resumes_a_chat_at_its_durable_boundaries(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text", "recurrent_gemma", "qwen3, kept rows"])
 def test_exact_keeps_its_bits_over_a_chunk_of_one_token(name: str) -> None:
-    """A chunk of one token turns a ring in place: a sum in another order has other bits."""
+    """A chunk of one token turns a ring in place, and a sum in another order has other bits."""
     model, options = build(name)
     cache = PrefixCache(model, memory="64MB", reuse="exact", chunk=CHUNK, **options)
     for length in (3 * CHUNK + 2, 4 * CHUNK + 2):  # one token after the last cut, and the last
@@ -229,7 +229,7 @@ def test_no_layer_that_could_be_rows_or_window_is_opaque(name: str) -> None:
 def test_other_cuts_give_other_bits() -> None:
     """The negative control: the comparison of `exact` sees a state built in other chunks.
 
-    On MLX's reference BLAS it would not, whatever the code does.
+    MLX's reference BLAS would hide the difference.
     """
     if mx.default_device() == mx.cpu:
         assert "OpenBLAS" in blas.current().name or blas.current().name == "Accelerate"

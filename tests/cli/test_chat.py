@@ -30,11 +30,11 @@ class Terminal:
 
     def at_the_prompt(self, keys: str) -> None:
         self.until(PROMPT)
-        time.sleep(0.2)  # shown a moment before keys are listened to
+        time.sleep(0.2)  # the prompt shows just before keys are read
         self.type(keys)
 
     def insist(self, keys: str, expected: str) -> None:
-        """Type until it is echoed: a key that comes while the line editor starts may be lost."""
+        """Type until the text is echoed: a key may be lost while the line editor starts."""
         deadline = time.monotonic() + 60
         while not re.search(expected, self._seen) and time.monotonic() < deadline:
             self.type(keys)
@@ -142,7 +142,7 @@ def test_what_help_says_can_be_asked_is_answered(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
-    save(tmp_path / "model")  # one that does not come to an end by itself
+    save(tmp_path / "model")  # its answers do not end by themselves
     with chatting(tmp_path, str(tmp_path / "model"), "--max-tokens", "20000") as terminal:
         terminal.enter("talk for ever")
         time.sleep(1.5)

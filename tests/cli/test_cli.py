@@ -35,7 +35,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command in this process: to start one takes longer than most commands do."""
+    """Run a command in this process: most commands take less time than to start a process."""
 
     def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["rewarm", *arguments])
@@ -123,7 +123,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     assert "Traceback" not in done.stderr
 
 
-# `python -m rewarm`, which says at its end how many objects the collector leaves alone.
+# `python -m rewarm` that prints at its end how many objects the collector leaves alone.
 COUNTED = """
 import atexit, gc, runpy
 atexit.register(lambda: print(f"{gc.get_freeze_count()} objects frozen"))

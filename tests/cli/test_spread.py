@@ -17,7 +17,7 @@ KINDS = (ServerOptions, EngineOptions, CacheOptions, ModelOptions)
 
 
 def given(*arguments: str) -> list[Any]:
-    """The values that a command gets for these arguments."""
+    """Return the values that a command gets for these arguments."""
     got: list[Any] = []
     app = typer.Typer()
 
@@ -71,7 +71,7 @@ def test_each_field_with_a_help_text_is_an_option() -> None:
 
 
 OTHERS = {(EngineOptions, "max_batch"), (EngineOptions, "max_queue")}
-"""The command asks for the context alone."""
+"""Engine options that the command does not have. The context is the only one that it has."""
 
 
 @pytest.mark.parametrize(

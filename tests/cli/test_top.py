@@ -161,11 +161,11 @@ def test_it_goes_on_in_a_terminal_until_ctrl_c(server: Running) -> None:
             if select.select([near], [], [], 0.1)[0]:
                 try:
                     shown += os.read(near, 65536)
-                except OSError:  # its end is closed
+                except OSError:  # the other end is closed
                     break
         assert process.wait(30) == 0
         assert b"Traceback" not in shown
-        assert b"\x1b[?1049l" in shown  # the screen is as it was
+        assert b"\x1b[?1049l" in shown  # the screen is restored
     finally:
         process.kill()
         process.wait()

@@ -1,8 +1,8 @@
 """The conversations, templates, tokenizers and traces that tests run on: generated, or recorded.
 
-A test that asks this module for its inputs is marked `corpus`. `make test` runs it on what the
-modules here generate: small, seeded, written for this project. `make integration` runs the same
-function on what others recorded or published (REWARM_CORPUS=recorded); see docs/testing.md.
+A test that asks this module for its inputs is marked `corpus`. `make test` runs it on inputs that
+the modules here generate: small, seeded, written for this project. `make integration` runs the same
+function on inputs that others recorded or published (REWARM_CORPUS=recorded); see docs/testing.md.
 
 Both have the tokenizers `chatml` and `harmony`, named for the format of their own templates.
 """
@@ -29,7 +29,7 @@ NO_TOOLS = (
 
 
 def conversations(count: int) -> list[list[dict[str, Any]]]:
-    """Whole conversations of agents with tool calls, in OpenAI's form."""
+    """Return whole conversations of agents with tool calls, in OpenAI's form."""
     return recorded.conversations()[:count] if RECORDED else agents.conversations(count)
 
 
@@ -44,21 +44,21 @@ def template(name: str) -> str:
 
 
 def own_template(tokenizer: str) -> str:
-    """The template that a tokenizer comes with."""
+    """Return the template that a tokenizer comes with."""
     if RECORDED:
         return recorded.own_template(tokenizer)
     return (tokenizers.TEMPLATES / f"{tokenizer}.jinja").read_text()
 
 
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """Return `chatml` or `harmony`: always the same object, with its own template set again."""
+    """Return `chatml` or `harmony`: always one object, with its own template set again."""
     found = recorded.tokenizer(name) if RECORDED else tokenizers.trained(name)
     found.chat_template = own_template(name)
     return found
 
 
 def session_files(folder: Path) -> list[list[Path]]:
-    """Find traces of coding agents in groups of six. Generated ones are written to the folder."""
+    """Return files of traces of coding agents, in groups of six. Generated ones go to `folder`."""
     if RECORDED:
         return [recorded.sessions()]
     return [sessions.write(folder, 6, seed) for seed in range(3)]

@@ -147,7 +147,7 @@ class _Desk:
 
 
 def conversation(number: int) -> list[Message]:
-    """Make the whole conversation of this number, up to the traveller's last message."""
+    """Make the whole conversation with this number, up to the traveller's last message."""
     desk = _Desk(number)
     draw = desk.draw
     wish = draw.choice(WISHES).format(

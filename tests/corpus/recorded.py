@@ -1,4 +1,4 @@
-"""The same inputs as recorded or published: the files that lie beside the repository."""
+"""The same inputs, recorded or published: files that lie beside the repository."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def own_template(tokenizer: str) -> str:
 
 @cache
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A tokenizer as its model's authors made it."""
+    """Load a tokenizer as its model's authors made it."""
     folder = shared(f"tokenizers/{TOKENIZERS[name]}")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     options = {k: config[k] for k in ("bos_token", "eos_token", "pad_token") if config.get(k)}

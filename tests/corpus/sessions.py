@@ -1,6 +1,6 @@
 """Generate traces of coding agents at work: times, lengths and hashes of blocks, no words.
 
-What they are drawn from is what recorded sessions show. A session begins with its tools and rules
+The distributions are those of recorded sessions. A session begins with its tools and rules
 (13,000 to 15,000 tokens) and often with files (up to 100,000 more), and makes 6 to 90 requests. A
 request adds some hundred tokens, now and then some thousand. The next one comes some ten seconds
 after a call of a tool, and minutes after an answer that a person reads. Now and then a session is
@@ -21,7 +21,7 @@ Session = dict[str, Any]
 
 
 def _around(draw: random.Random, median: float, spread: float) -> float:
-    """Draw from a log-normal distribution: a third lies beyond a factor of e^spread either way."""
+    """Draw from a log-normal distribution: a third of the draws are off by more than e^spread."""
     return median * math.exp(draw.gauss(0, spread))
 
 

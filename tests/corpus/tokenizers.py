@@ -34,7 +34,7 @@ ADDED = {
 """Added tokens that are part of a model's answer, such as tags of thinking."""
 
 SPLITS = {
-    # A word takes whatever one character stands before it along; a number is digit by digit.
+    # A word includes one character before it, of any kind; a number is split into digits.
     "chatml": r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+",
     # A word begins with its capitals; up to three digits are one token; a slash joins newlines.

@@ -1,6 +1,6 @@
-"""An engine seen from inside: the requests that run in it.
+"""Look into an engine: the requests that run in it.
 
-Tests of later rooms come here for what no method of an engine shows."""
+Tests of later rooms use this for what no method of an engine shows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def running_requests(server: Engine) -> list[Request]:
 
 
 def is_idle(server: Engine) -> bool:
-    """Nothing runs, and nothing waits for an answer."""
+    """Check that nothing runs, and that nothing waits for an answer."""
     loop = server.core._loop
     return not loop.running and not loop.requests

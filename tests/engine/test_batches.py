@@ -1,4 +1,4 @@
-"""Sequences are decoded together where the model allows it, and one at a time elsewhere."""
+"""Sequences are decoded together where the model allows it, and otherwise one at a time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_models_that_are_wrong_in_a_batch_decode_one_at_a_time(name: str) -> Non
 
 
 def test_a_model_that_takes_no_batch_decodes_one_sequence_at_a_time() -> None:
-    """Dynamic NTK asks for one position, and a batch has one for each sequence."""
+    """Dynamic NTK needs one position, and a batch has one for each sequence."""
     model = zoo.tiny("internlm2", **zoo.DYNAMIC_NTK, max_position_embeddings=100)
     prompts = [prompt(20 + 7 * i, seed=i) for i in range(4)]
     expected = []
@@ -111,7 +111,7 @@ def test_what_is_ready_at_the_same_time_joins_in_one_copy(monkeypatch: pytest.Mo
         expected = [answer(server, each, max_tokens=6).tokens for each in prompts]
         layers = len(zoo.tiny("llama").layers)
         monkeypatch.setattr(BatchKVCache, "merge", counted)
-        with server.core._inbox.changed:  # it sees all five at once
+        with server.core._inbox.changed:  # so the engine sees all five at once
             asked = [ask(server, each, max_tokens=6) for each in prompts]
         assert [each.over().tokens for each in asked] == expected
     assert merges == [5] * layers

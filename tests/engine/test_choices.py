@@ -1,4 +1,4 @@
-"""Tokens are chosen by seeds, penalties and biases, and told with their log probabilities."""
+"""Tokens are chosen by seeds, penalties and biases, and given with their log probabilities."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_several_answers_to_one_prompt_take_one_prefill() -> None:
         assert [len(a) for a in answers] == [8, 8, 8, 8]
         assert len({tuple(a) for a in answers}) == 4
         assert many.reasons == dict.fromkeys(range(4), "length")
-        # Each of the others runs the last prompt token again.
+        # Each of the other three answers computes the last prompt token again.
         assert counted.computed == 200 + 3 + 4 * 8
 
 

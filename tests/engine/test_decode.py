@@ -25,15 +25,15 @@ from tests.sets import SOAK
 
 SAMPLE = sorted(zoo.ARCHITECTURES)
 ALONE = ["afm7", "deepseek_v41", "gemma2", "llama4", "minimax_m3_vl"]
-"""These never decode in a batch, so none of theirs is ever merged."""
+"""Models that never decode in a batch, so their caches are never merged."""
 LENGTHS = (5, 28, 31, 70)
 """Prompts that leave a window of 32 rows nearly empty, about to wrap, and wrapped."""
 WITHOUT_WINDOW = (31,)
 APPENDED = 6
 AFTER = 40 if SOAK else 4
-"""Steps after what was taken back. All that the caches hold is compared before them."""
+"""The number of steps after tokens are taken back. Before these, the whole caches are compared."""
 ANSWER = 40 if SOAK else 12
-"""Tokens of an answer, which leaves the window of a prompt of 25."""
+"""The length of an answer in tokens. With a prompt of 25 it is longer than the window."""
 
 
 def steps(model: Any, caches: list[Any], tokens: Sequence[Sequence[int]]) -> list[bytes]:
@@ -177,7 +177,7 @@ class Guesses(Batch):
 
 
 def answers(model: Any, decoder: type[Batch], together: bool) -> tuple[list[Any], list[Any]]:
-    """Return what requests are answered, and what prompts that extend them are answered."""
+    """Return the answers to requests, and the answers to prompts that extend them."""
     cache = PrefixCache(model, memory="64MB", chunk=32)
     core = Core(EngineParts(model, None, cache), EngineOptions(max_batch=4), decoder=decoder)
     sinks = []

@@ -26,10 +26,10 @@ NAMES = ["llama", "qwen3_5", "gpt_oss"]
 
 @dataclass
 class Held:
-    """Fetches that the engine hears the end of only when a test lets it."""
+    """Fetches whose end reaches the engine only when a test lets it."""
 
     asked: list[Fetch] = field(default_factory=list)
-    """The fetches that an engine began. The cache begins others by itself, and ends them."""
+    """The fetches that an engine began. The cache begins and ends others by itself."""
     waiting: list[tuple[Fetch, Callable[[Fetch], None]]] = field(default_factory=list)
     cancelled: list[Fetch] = field(default_factory=list)
     taken_in: int = 0
@@ -71,7 +71,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
 
 @contextmanager
 def core_over(model: Any, folder: Path, *known: Prompt, **options: int) -> Iterator[Core]:
-    """A core whose memory is empty, with these prompts on disk."""
+    """Make a core whose memory is empty, with these prompts on disk."""
     before = PrefixCache(model, memory="64MB", disk=str(folder), chunk=32)
     for tokens in known:
         run(model, before, tokens)
@@ -159,7 +159,7 @@ def test_a_fetch_that_takes_longer_than_computing_is_not_waited_for(
 def test_a_tier_that_is_silent_is_not_waited_for(
     tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long computing is thought to take: a first prompt is timed while MLX compiles."""
+    """This holds however slow computing seems: the first prompt is timed while MLX compiles."""
     monkeypatch.setattr(runner, "PACE", 1e6)
     monkeypatch.setattr(fetching, "SILENCE", 3 * fetching.TELL_EVERY)
     model, below = zoo.tiny("llama"), prompt(200)

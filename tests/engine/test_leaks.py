@@ -94,7 +94,7 @@ def test_however_a_request_ends_only_the_tree_is_left(name: str) -> None:
     cache = PrefixCache(model, memory="2MB", chunk=CHUNK)
     head = prompt(40, 1, vocabulary)
     with engine(model, cache=cache) as server:
-        for ending in ENDINGS:  # whatever is compiled and kept once
+        for ending in ENDINGS:  # what is compiled and kept once
             ending(server, head, prompt(33, 1, vocabulary))
             settled(server)
         surplus = Surplus(cache)

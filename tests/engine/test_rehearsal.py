@@ -1,4 +1,4 @@
-"""Prompts are tried out before the first request."""
+"""The engine tries out prompts before the first request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.runs import prompt
 def test_prompts_are_tried_out_before_anybody_asks(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The rehearsal compiles all that a request runs, also the restore of a hit. Nothing stays."""
+    """A rehearsal compiles all that a request runs, also the restore of a hit. Nothing is kept."""
     restored: list[int] = []
     used: weakref.WeakSet[PrefixCache] = weakref.WeakSet()
     built = PrefixCache.acquire

@@ -47,7 +47,7 @@ class Copied:
     sinks: dict[int, Collected] = field(default_factory=dict)
 
     def of(self, message: Message) -> Message:
-        """The same message for another engine."""
+        """Copy a message for another engine."""
         if isinstance(message, Submit):
             sink = self.sinks.setdefault(message.request.id, Collected())
             return replace(message, request=replace(message.request, sink=sink))
@@ -71,7 +71,7 @@ class Recorded:
 
 
 def made_core(model: Any, folder: Path, *, follows: bool = False) -> Core:
-    """A core with little memory, over a folder that knows some prompts."""
+    """Make a core with little memory, over a folder that knows some prompts."""
     seeded = PrefixCache(model, memory="4MB", disk=str(folder), chunk=32)
     for tokens in BELOW:
         run(model, seeded, tokens)
@@ -90,7 +90,7 @@ class Program:
         self.copied = Copied()
         self.requests: list[Request] = []
         self.held: list[tuple[Fetch, Callable[[Fetch], None]]] = []
-        """Fetches that the core has not heard of yet."""
+        """Fetches whose end the core has not been told yet."""
         core.on_turn = lambda messages: self.turns.append(list(messages))
 
     def run(self, steps: int) -> None:
@@ -150,7 +150,7 @@ class Program:
         self.core.mark_idle(PromptPath(self.prompt()))
 
     def deliver(self) -> None:
-        """A fetch ends; one in three has failed."""
+        """Tell the core that a fetch has ended. One in three has failed."""
         if self.held:
             fetch, call = self.held.pop(self.random.randrange(len(self.held)))
             if self.random.random() < 1 / 3:

@@ -26,7 +26,7 @@ CHUNK = 512
 
 
 def job(number: int, length: int, *, head: int = 0, group: int = 0, **options: object) -> Job:
-    """A prompt that shares its first `head` tokens with its group."""
+    """Make a prompt that shares its first `head` tokens with its group."""
     tokens = np.arange(length, dtype=np.int32) + 100_000 * (number + 1000)
     tokens[:head] = np.arange(head) + 100_000 * group
     return Job(number, encode(tokens), length - 1, **options)  # type: ignore[arg-type]
@@ -34,11 +34,11 @@ def job(number: int, length: int, *, head: int = 0, group: int = 0, **options: o
 
 @dataclass
 class World:
-    """It carries plans out without a model: positions move, chunk by chunk."""
+    """It carries out plans without a model, and only moves positions, chunk by chunk."""
 
     scheduler: Scheduler[Job]
     answers: dict[int, int] = field(default_factory=dict)
-    """Tokens still to decode."""
+    """The number of tokens that each job has still to decode."""
     computed: dict[int, int] = field(default_factory=dict)
     """The number of tokens of each group that are known."""
     heads: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -46,9 +46,9 @@ class World:
     finished: list[int] = field(default_factory=list)
     """Jobs in the order in which their prefill ended."""
     fetches: dict[int, int] = field(default_factory=dict)
-    """Turns until lower tiers have answered for a job."""
+    """The number of turns until lower tiers answer for a job."""
     prepared: list[Preparation] = field(default_factory=list)
-    """The messages that came before the last plan."""
+    """The preparations before the last plan."""
 
     def add(self, new: Job, head: int = 0, group: int = 0, answer: int = 8) -> None:
         self.heads[new.id] = (group, head)
@@ -123,7 +123,7 @@ def scheduler(max_batch: int = 8, room: int = 1 << 60, **options: int) -> Schedu
 
 
 def prefills(plan: Plan) -> set[int]:
-    """The requests that a turn works on."""
+    """Return the ids of the requests that a turn prefills."""
     return {piece.id for piece in plan.prefill}
 
 
@@ -274,7 +274,7 @@ def test_warm_ahead_runs_when_nothing_else_does_and_yields_within_a_chunk() -> N
 @pytest.mark.parametrize(("every", "slack"), [(0, 0), (5, 16 * CHUNK)])
 def test_ten_thousand_requests_all_finish_in_bounded_time(every: int, slack: int) -> None:
     """Bursts over shared prompts, long and short, some cancelled, at about full load. With `every`,
-    so many of them lie below memory: others go on for a few turns while these are fetched."""
+    one in so many lies below memory: others go on for a few turns while it is fetched."""
     rng = random.Random(7)
     policy = scheduler(max_batch=16, room=200_000)
     world = World(policy)
@@ -311,7 +311,7 @@ def test_ten_thousand_requests_all_finish_in_bounded_time(every: int, slack: int
     assert set(world.finished) | cancelled == set(range(1, number + 1))
     assert longest > 100, "a queue that never grows shows nothing"
     assert most_fetching == (MOST_FETCHING if every else 0)
-    # Whoever came so much later has not been prefilled first.
+    # No request that came so much later was prefilled first.
     place = {n: i for i, n in enumerate(world.finished)}
     late = np.array([arrived[n] for n in world.finished])
     for each, i in place.items():

@@ -101,7 +101,7 @@ def test_texts_are_answered_together_or_not_at_all(how: Any) -> None:
 
 @HOWS
 def test_a_generation_that_is_over_is_freed_without_a_collector(how: Any) -> None:
-    """Runs, requests and answers are in no cycle of references."""
+    """Runs, requests and answers form no cycle of references."""
     with how() as generator:
         gc.collect()
         gc.disable()
@@ -110,7 +110,7 @@ def test_a_generation_that_is_over_is_freed_without_a_collector(how: Any) -> Non
             assert list(generator.events(generation))
             held = [weakref.ref(generation), weakref.ref(generation.runs[0])]
             del generation
-            # The engine lets go of a request at the end of the turn that told of its end.
+            # The engine drops a request at the end of the turn in which the request ended.
             list(generator.generate(CHAT, GenerationOptions(max_tokens=1)))
             if isinstance(generator.engine, ScriptedEngine):
                 generator.engine.requests.clear()

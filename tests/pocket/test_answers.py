@@ -1,6 +1,6 @@
 """Pocket answers through the server as it does alone and uncached, and it is right.
 
-Its right answers depend on the exact prompt, so a state that is not this prompt's shows."""
+Its right answers depend on the exact prompt, so the state of another prompt would show."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ LENGTH = 300
 AT_ONCE = 8
 PER_CONVERSATION = 5
 CLOSE = 1e-3
-"""Two tokens nearer to each other than this may change places by rounding."""
+"""Two tokens whose logprobs are closer than this may change places by rounding."""
 CANDIDATES = 5
 ROUNDING = 0.005
-"""The rounding of a candidate's logprob. Pocket is sure of what it says: damage to one layer's
-state shows in what else it might have said, by 0.01 to 2, long before it shows in the answer."""
+"""The rounding of a candidate's logprob. Pocket's answers have high probabilities: damage to one
+layer's state moves the logprobs of other candidates, by 0.01 to 2, before it changes an answer."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Alone:
 class Asked:
     question: Question
     expected: list[Alone]
-    """One for each step: a tool call, and the answer after its result."""
+    """One answer for each step: a tool call, and the answer after its result."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def conversations(tokenizer: Any, counts: dict[str, int]) -> list[list[Question]
 
 
 def forked(question: Question) -> Question:
-    """The same question where the last turn was another one."""
+    """Ask the same question after another last turn."""
     world = question.world
     if len(world.turns) < 2:
         return question
@@ -109,8 +109,8 @@ def answers(pocket: Any, question: Question) -> list[Alone]:
 
 
 def says(pocket: Any, messages: list[Message], tools: list[Any] | None, step: Step) -> Alone | None:
-    """The right answer, where a single run gives it: each token of it is the likeliest after those
-    before. One pass over all of it shows that, and costs less than writing it."""
+    """Return the right answer if a single run gives it: each token must be the likeliest one. One
+    pass over the whole answer shows that, and costs less than generating it."""
     model, tokenizer = pocket
     prompt = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
     right = Turn("", "", (step,)).messages()[1]
@@ -145,7 +145,7 @@ def alone(pocket: Any, messages: list[Message], tools: list[Any] | None) -> Alon
 
 
 def ranked(logits: mx.array) -> np.ndarray[Any, Any]:
-    """The logprobs of the candidates for each token, the best one first."""
+    """Return the logprobs of the candidates for each token, the best one first."""
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     return np.sort(np.asarray(logprobs), axis=-1)[:, : -CANDIDATES - 1 : -1]
 
@@ -189,7 +189,7 @@ def over_http(client: openai.OpenAI, asked: Asked) -> Result:
             return Result(question, differs=expected.margin > CLOSE)
         logprobs: Any = reply.choices[0].logprobs
         found = [[c.logprob for c in token.top_logprobs] for token in logprobs.content]
-        # The token that ends the answer is not in it.
+        # The answer does not include the token that ends it.
         if np.abs(np.array(found) - expected.likeliest[: len(found)]).max() > ROUNDING:
             return Result(question, differs=True)
         if not goes_on:
@@ -274,7 +274,7 @@ def fill(server: Running) -> None:
 
 @pytest.mark.parametrize("layer", [0, 3])
 def test_a_state_of_another_prompt_shows(pocket: Any, server: Running, layer: int) -> None:
-    """The negative control of the test above: answers depend on each layer's state."""
+    """This is the negative control of the test above: answers depend on each layer's state."""
     damaged = asked_again(pocket, server, lambda cache: swap_one_layer(cache, layer))
     assert sum(result.differs for result in damaged) > len(damaged) / 2
 

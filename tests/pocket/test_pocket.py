@@ -43,7 +43,7 @@ def test_any_text_round_trips(tokenizer: Any, text: str) -> None:
 
 
 def test_a_tokenizer_that_splits_like_qwen_gives_the_same_tokens(tokenizer: Any) -> None:
-    """transformers uses Qwen's splitting for a model whose config says `qwen3_5`."""
+    """transformers uses Qwen's splitting for a model whose config has the type `qwen3_5`."""
     qwen = Qwen3_5Tokenizer.from_pretrained(str(FOLDER))
     ways = [str(t.backend_tokenizer.pre_tokenizer) for t in (tokenizer, qwen)]
     assert ways[0] != ways[1]

@@ -1,4 +1,4 @@
-"""Generated tokens to messages: nothing lost, nothing leaked, no character cut."""
+"""Generated tokens become messages: nothing is lost, nothing leaks, no character is cut."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_parallel_tool_calls_are_told_apart() -> None:
     assert functions(answer) == [("tide", {"port": "Ayr"}), ("tide", {"port": "Öban"})]
     assert answer.text.strip() == "Let me see."
     assert len({c["id"] for c in answer.message()["tool_calls"]}) == 2
-    # The last may be cut off just before its end marker, which ends some models' answers.
+    # The last call may lack its end marker, which ends some models' answers.
     answer = answer_to("chatml", "", qwen_call("Ayr").removesuffix("</tool_call>"), tools=TOOLS)
     assert functions(answer) == [("tide", {"port": "Ayr"})]
 

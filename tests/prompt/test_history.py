@@ -1,6 +1,6 @@
 """A chat's boundaries do not depend on the chats that were rendered before it.
 
-The grid of `exact` is made of boundaries: another grid gives other bits.
+The grid of `exact` consists of boundaries, and another grid gives other bits.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ CASES = tuple(
 
 
 def pairs() -> list[tuple[str, str, int]]:
-    """Every template; in a sample with one of the tokenizers, beginning with one of the cases."""
+    """List every template with its tokenizers and a first case. A sample has one tokenizer each."""
     return [
         (template, tokenizer, i // len(TOKENIZERS) % len(CASES))
         for i, template in enumerate(corpus.template_names())
@@ -158,7 +158,7 @@ def test_the_places_of_any_chat_do_not_depend_on_the_chats_before_it(
 
 
 def test_what_is_known_of_a_text_does_not_depend_on_the_texts_before_it() -> None:
-    """Here a text whose added tokens are not where its words are, after one where they are."""
+    """In the second text one added token contains another; in the first, none does."""
     tokenizer = Tokenizer(WordLevel({"?": 0, "a": 1}, unk_token="?"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken("<x>"), AddedToken("b<x>", lstrip=True)])

@@ -73,7 +73,7 @@ def test_ahead_is_what_the_next_turn_begins_with(name: str, every_turn: bool) ->
         for ending in nexts:
             real = renderer.render([*chat, answer, *ending], TOOLS, every_turn=every_turn)
             assert np.array_equal(real.tokens[: len(ahead.tokens)], ahead.tokens)
-            # What is left for the next turn is its own message and the generation prompt.
+            # The next turn adds only its own message and the generation prompt.
             own = len(renderer.tokenizer.encode("".join(m["content"] for m in ending)))
             assert len(real.tokens) - len(ahead.tokens) <= own + (90 if name == "tiny" else 40)
             if every_turn:
@@ -120,7 +120,8 @@ def test_marks_on_messages_without_text_are_kept(name: str) -> None:
             told = renderer.tokenizer.decode(plain.tokens[:mark].tolist())
             assert mark <= len(plain.tokens)
             assert mark >= max(p for i, p in ends.items() if i <= m)
-            # It holds its own call where the next has a text or there is none, and no later one.
+            # No later call lies before the mark. Its own call does, where the next message has a
+            # text or where there is no next message.
             ports = [p for i, p in ((2, "Ayr"), (4, "Oban"), (6, "Wick")) if i <= m]
             later = [p for i, p in ((2, "Ayr"), (4, "Oban"), (6, "Wick")) if i > m]
             assert not any(p in told for p in later)

@@ -66,7 +66,7 @@ def test_thinking_reaches_a_template_under_any_name(given: str, read: str) -> No
 
 
 def test_words_and_thinking_before_a_tool_call_of_gpt_oss() -> None:
-    """Its template refuses both together, but a model may well have given both."""
+    """Its template refuses both together, but a model may give both."""
     renderer = ChatRenderer(tokenizer_of("harmony"))
     answer = {**call(text="I will look."), "reasoning_content": "We need the tide."}
     prompt = renderer.render([user("When?"), answer, result("12:00")], TOOLS)
@@ -85,7 +85,7 @@ def test_a_developer_message_reaches_the_prompt(name: str) -> None:
         try:
             renderer.render([system("Speak like a gull."), user("When?")], **options)
         except InvalidPrompt:
-            continue  # it takes no system message either
+            continue  # it does not take a system message either
         prompt = renderer.render(chat, **options)
         assert "Speak like a gull." in renderer.tokenizer.decode(prompt.tokens.tolist()), template
     renderer = ChatRenderer(tokenizer_of(name))

@@ -43,7 +43,7 @@ NASTY = (
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokens_are_those_of_the_template(name: str) -> None:
-    """On every template, with contents that look like its markers, whatever was rendered before."""
+    """This holds on every template, with contents like its markers, and after any other chat."""
     names = corpus.template_names()
     for template in names[TOKENIZERS.index(name) :: 3] if corpus.RECORDED and not SOAK else names:
         tokenizer = tokenizer_of(name, template)
@@ -143,7 +143,7 @@ def test_many_threads_give_what_one_gives() -> None:
 
 
 def test_a_renderer_of_the_tokenizers_own_is_used() -> None:
-    """DeepSeek's models render by a Python function, not by a template."""
+    """DeepSeek's models render with a Python function, not with a template."""
     tokenizer = tiny_tokenizer()
 
     def own(messages: list[Message], **options: Any) -> str:

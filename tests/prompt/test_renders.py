@@ -26,7 +26,7 @@ MOST_RENDERS = 16
 
 
 class Counting:
-    """A tokenizer that counts what it is asked for."""
+    """A tokenizer that counts its renders and the characters that it encodes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.renders = 0
@@ -44,7 +44,7 @@ class Counting:
             return encode(text, **options)
 
         self.tokenizer = copy.copy(tokenizer)
-        # Set on the wrapper itself, past what it forwards.
+        # Set in the wrapper's own `__dict__`: it forwards plain assignments.
         self.tokenizer.__dict__["apply_chat_template"] = counted_render
         self.tokenizer.__dict__["encode"] = counted_encode
 
@@ -66,7 +66,7 @@ def test_renders_do_not_grow_with_the_chat(name: str, every_turn: bool) -> None:
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("every_turn", [False, True])
 def test_a_turn_of_a_long_chat_renders_all_of_it_once(name: str, every_turn: bool) -> None:
-    """A tool loop does, too. The grid of `exact` takes one more, with tags."""
+    """So does a tool loop. The grid of `exact` takes one more, with tags."""
     counting = Counting(tokenizer_of(name))
     renderer = ChatRenderer(counting.tokenizer)
     chat = chat_of(100)
@@ -98,7 +98,7 @@ def test_text_of_earlier_turns_is_not_encoded_again(name: str, every_turn: bool)
     for turn in range(40):
         renderer.render(chat[: 2 * turn + 2], every_turn=every_turn)
     text = tokenizer_of(name).apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    # Once, and the short windows around the boundaries.
+    # All text once, and the short windows around the boundaries once more.
     assert counting.characters <= 1.5 * len(text)
     before = counting.characters
     renderer.ahead(canonical([*chat, assistant("At noon.")]))

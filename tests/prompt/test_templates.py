@@ -1,6 +1,6 @@
-"""On every template, boundaries hold for all that may follow, and are as far as they can be.
+"""On every template, boundaries hold for all that may follow, and lie as far on as possible.
 
-Held against the tokens that `apply_chat_template` gives for many ways in which a chat may go on.
+They are compared with the tokens of `apply_chat_template` for many continuations of a chat.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.corpus
 NEXT = "jklmnopqr"
 
 NEAR = 4
-"""Tokens that a boundary may fall short of the best point."""
+"""The number of tokens that a boundary may lie before the best point."""
 
 ODD = (
     "Thanks. And now?",
@@ -87,7 +87,7 @@ def options_of(scenario: str, tokenizer: Any) -> dict[str, Any]:
 
 
 def before_users() -> list[list[Message]]:
-    """The messages that may follow where it is the user's turn."""
+    """List the messages that may follow where it is the user's turn."""
     return [
         *([user(text)] for text in ODD),
         [user("One"), assistant("Two"), user("Three")],
@@ -143,8 +143,8 @@ class Judge:
     def common(
         self, prompt: Prompt, chat: list[Message], endings: list[list[Message]]
     ) -> tuple[int, int]:
-        """The number of tokens that the prompt and every continuation begin with alike, and the
-        number of continuations that the template takes."""
+        """Count the tokens that the prompt and all continuations begin with, and the continuations
+        that the template takes."""
         renders = [self.tokens([*chat, *ending]) for ending in endings]
         accepted = [r for r in renders if r is not None]
         return min((_agree(prompt.tokens, r) for r in accepted), default=0), len(accepted)
@@ -164,8 +164,8 @@ def _agree(a: Any, b: Any) -> int:
 
 
 def cases() -> list[tuple[str, str, str]]:
-    """Every template in every scenario that it renders, each with one tokenizer; of the recorded
-    templates in every second one. All of them in a soak."""
+    """List every template in every scenario that it renders, each with one tokenizer. Recorded
+    templates run in every second scenario. A soak has all combinations."""
     chosen = []
     for i, template in enumerate(corpus.template_names()):
         for j, scenario in enumerate(SCENARIOS):
@@ -198,7 +198,7 @@ def case_of(template: str, scenario: str, name: str) -> Case:
     options = options_of(scenario, tokenizer)
     judge = Judge(tokenizer, tools, options, template in corpus.TAKES_PARTS)
     renderer = ChatRenderer(tokenizer)
-    # Some know no system message.
+    # Some templates take no system message.
     for chat in (history(scenario), history(scenario)[1:]):
         if judge.tokens(chat) is not None:
             return Case(renderer, judge, chat, tools, options)
@@ -226,7 +226,7 @@ def test_boundaries_hold_and_are_the_furthest_that_do(
         for boundary in prompt.boundaries:
             if boundary.kind == kind and boundary.durable:
                 assert boundary.position <= best, f"{kind} holds up to {best} only"
-        # Where two points fall together, either name will do.
+        # Where two boundaries lie at one position, either name is right.
         durable = [b.position for b in prompt.boundaries if b.durable and b.position <= best]
         furthest = max(durable, default=0)
         assert furthest >= min(best, len(prompt.tokens) - 1) - NEAR, f"{kind} at {best} is missing"
@@ -253,7 +253,7 @@ def check_the_grid(case: Case) -> None:
 
 
 def long_chats(scenario: str) -> list[list[Message]]:
-    """The chat has more turns before the last question, and more steps after it, than are read."""
+    """Make chats with more turns before the last question, and more steps after it, than an end."""
     first, *chat = history(scenario)
     last = max(i for i, m in enumerate(chat) if m["role"] == "user")
     turn, question, loop = chat[:last], chat[last], chat[last + 1 :]
@@ -295,7 +295,7 @@ def test_what_the_end_of_a_long_chat_shows_is_what_all_of_it_shows(
                 with monkeypatch.context() as patch:
                     if not short:
                         patch.setattr(probes, "shortened", lambda *_: None)
-                    # A loop's question is asked before its steps are, unless the server is new.
+                    # A server sees a loop's question before its steps, unless it was just started.
                     new, known = ChatRenderer(tokenizer), ChatRenderer(tokenizer)
                     parts = ((known, chat[:asked]), (known, chat), (new, chat))
                     prompts.append([r.render(part, tools, **options) for r, part in parts])

@@ -9,7 +9,7 @@ from typing import Any
 from tests import corpus
 
 LONGEST = 160
-"""Characters of a message; the system prompt has more."""
+"""The number of characters that a message is cut to. The system prompt has more."""
 SYSTEM = 700
 
 MOST = 4
@@ -18,7 +18,7 @@ Body = dict[str, Any]
 
 
 def conversation(number: int = 0, messages: int = 9) -> list[dict[str, Any]]:
-    """The beginning of a conversation, which ends with a message of the user or a tool."""
+    """Return the beginning of a conversation, up to a message of the user or a tool."""
     taken: list[dict[str, Any]] = []
     for whole in corpus.conversations(MOST)[number][:messages]:
         message = {k: v for k, v in whole.items() if v is not None}
@@ -31,14 +31,14 @@ def conversation(number: int = 0, messages: int = 9) -> list[dict[str, Any]]:
 
 
 def user_id(body: Body) -> str:
-    """The user's id, as the first call of a tool names it."""
+    """Return the user's id from the first tool call."""
     calls = next(m["tool_calls"] for m in body["messages"] if m.get("tool_calls"))
     found: str = json.loads(calls[0]["function"]["arguments"])["user_id"]
     return found
 
 
 def tools(number: int = 0) -> list[dict[str, Any]]:
-    """A description of each tool that a conversation calls."""
+    """Describe each tool that a conversation calls."""
     calls = [
         call["function"]
         for message in corpus.conversations(MOST)[number]

@@ -1,4 +1,4 @@
-"""A server for each file of tests, and a client that finds its cache empty."""
+"""Fixtures: a server for each file of tests, and a client that finds its cache empty."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .servers import Running, running
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """A server that does nothing but what it is asked to."""
+    """Start a server without warm-ahead."""
     with running(warm_ahead=False) as started:
         yield started
 
 
 @pytest.fixture
 def client(server: Running) -> Iterator[httpx.Client]:
-    """A client of the server, whose cache is empty."""
+    """Return a client of the server, with an empty cache."""
     with server.client() as client:
         client.delete("/v1/cache")
         server.engine.requests.clear()

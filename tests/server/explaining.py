@@ -1,4 +1,4 @@
-"""Ask a server, and have it explain."""
+"""Send requests to a server, and ask it to explain them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def explain(client: httpx.Client, body: dict[str, Any]) -> Reply:
 
 
 def both(client: httpx.Client, body: dict[str, Any]) -> Any:
-    """Return explain's reason of a request, after a check that the reply gives the same one."""
+    """Return explain's reason of a request, and check that the reply gives the same one."""
     explained = explain(client, body)
     told = ask(client, body)["rewarm"]
     assert told["miss"] == explained["miss"]

@@ -29,7 +29,7 @@ class Running:
 
     @contextmanager
     def says(self, script: str) -> Iterator[None]:
-        """Have every answer in this block be this text."""
+        """Make every answer in this block this text."""
         self.engine.script = script
         try:
             yield
@@ -40,8 +40,8 @@ class Running:
         return httpx.Client(base_url=self.url, headers=self.headers, timeout=30, **options)
 
     def settle(self) -> None:
-        """Wait until the engine has nothing to do. Warm-ahead counts: it is rendered before the
-        engine hears of it."""
+        """Wait until the engine and warm-ahead have nothing to do. Warm-ahead is rendered before
+        the engine gets it."""
         deadline = time.monotonic() + 60
         quiet = 0
         while quiet < 3:
@@ -55,7 +55,7 @@ class Running:
 
 
 def caught_up(pool: ThreadPoolExecutor) -> None:
-    """Wait until a pool has done all that it was given so far: then all its threads can meet."""
+    """Wait until a pool has done all its tasks: only then can all its threads meet."""
     together = threading.Barrier(pool._max_workers)
     for met in [pool.submit(together.wait, 60) for _ in range(pool._max_workers)]:
         met.result()

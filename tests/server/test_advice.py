@@ -1,4 +1,4 @@
-"""A pattern that breaks caches is named, with its cost and the way out."""
+"""Advice names a pattern that prevents reuse, with its cost and a remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def next_turn(body: dict[str, Any], answer: str = "Very well.") -> dict[str, Any
 
 
 def only_advice(client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the only advice, after a check that the cost it names is true."""
+    """Return the only advice, and check that the cost it names is true."""
     explained = explain(client, body)
     (advice,) = explained["advice"]
     assert advice["tokens"] <= explained["prompt_tokens"] - explained["miss"]["shared"]
@@ -40,7 +40,7 @@ def only_advice(client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def saved(client: httpx.Client, sent: dict[str, Any], fixed: dict[str, Any]) -> int:
-    """The tokens that need not be computed where the pattern is left out."""
+    """Count the tokens that need not be computed when the pattern is left out."""
 
     def new(body: dict[str, Any]) -> int:
         explained = explain(client, body)
@@ -141,14 +141,14 @@ def test_a_history_that_was_trimmed_at_the_front(client: httpx.Client) -> None:
     sent = {**body, "messages": [whole[0], *whole[3:]]}
     advice = only_advice(client, sent)
     assert (advice["pattern"], advice["message"]) == ("trimmed_history", 1)
-    # What is kept of the history was known; what was dropped need not be computed either.
+    # The kept part of the history was known, and the dropped part need not be computed either.
     kept = sum(len(m["content"]) for m in whole[3:8])
     assert kept <= advice["tokens"] < 2 * kept
     assert "beginning of the history" in advice["text"]
 
 
 def test_thinking_that_is_not_sent_back_in_a_tool_loop() -> None:
-    """The next step of the loop was warmed ahead with it."""
+    """Warm-ahead computed the next step of the loop with the thinking."""
     thought = "The user wants a flight, so I look up who that is before anything else is done."
     call = '<tool_call>{"name": "get_user_details", "arguments": {"user_id": "mia"}}</tool_call>'
     body = bodies.request(messages=6, max_tokens=500, tools=bodies.tools())
@@ -236,7 +236,7 @@ def test_another_tenants_words_are_never_shown(
             assert word not in answer.text
     assert explained.json()["advice"] == []
     assert explained.json()["compared_with"] is None
-    # Its own words it is shown.
+    # The tenant is shown its own words.
     own = with_system(body, f"Now: {FRIDAY}. The word is ")
     shown = client.post(
         "/v1/cache/explain", json=own | ({"cache_salt": mine} if mine else {})

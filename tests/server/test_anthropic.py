@@ -120,7 +120,7 @@ def test_a_tool_loop(server: Running, client: anthropic.Anthropic) -> None:
             tools=TOOLS,
         )
     assert final.content[-1].text == "Ten past two."
-    # The call was warmed ahead as it comes back.
+    # Warm-ahead computed the call as it comes back.
     assert final.rewarm["prefilled_tokens"] <= len("at 14:10") + 40
 
 

@@ -43,7 +43,7 @@ def look(http: httpx.Client, salt: str | None = None, **asked: Any) -> dict[str,
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    monkeypatch.setattr(tree_view, "SHORT", 60.0)  # no survey is too long: every change is seen
+    monkeypatch.setattr(tree_view, "SHORT", 60.0)  # every survey counts as short
     with running(warm_ahead=False) as server:
         yield server
 
@@ -112,7 +112,7 @@ def test_words_are_for_the_tenant_that_sent_them(server: Running, http: httpx.Cl
     assert [n["tokens"] for n in ours["tree"]["nodes"]] == [
         n["tokens"] for n in nobody["tree"]["nodes"]
     ]
-    # Neither does a look at a single span of the other tenant's.
+    # A look at a single span of the other tenant shows none of its words, either.
     top = next(n for n in ours["tree"]["nodes"] if n.get("yours") is False)
     inside = look(http, root=top["id"])
     assert inside["tree"]["nodes"]
@@ -206,7 +206,7 @@ def test_a_long_survey_is_not_taken_again_soon(
 def test_clearing_forgets_the_words_too(
     server: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree_view, "SHORT", 0.0)  # even where the next survey would be late
+    monkeypatch.setattr(tree_view, "SHORT", 0.0)  # even if the next survey comes late
     monkeypatch.setattr(tree_view, "SHARE", 1e-9)
     ask(http, "Where is the boat?")
     look(http)
@@ -236,7 +236,7 @@ def test_what_cannot_be_shown_is_refused(http: httpx.Client, asked: str, status:
 
 
 def grow(tree: Tree, nodes: int) -> None:
-    """Wide and deep: a system prompt with thousands of users, and a few very long chats."""
+    """Make a tree wide and deep: a system prompt with thousands of users, and a few long chats."""
     draw = np.random.default_rng(0)
     made: list[Node] = [tree.add(tree.root, encode(np.arange(500, dtype=np.int32)), "prefill")]
     while len(made) < nodes:
@@ -281,7 +281,7 @@ def test_roles_are_learned_from_the_template() -> None:
     starts = labels.starts(data)
     assert [m.role for m in starts] == ["system", "user", "assistant", "user", "assistant"]
     user = starts[1]
-    # A span that begins with the text, as behind a system prompt's checkpoint.
+    # A span that begins with the text, such as one after a system prompt's checkpoint.
     cut = user.text * WIDTH
     behind = labels.starts(data[cut:], data[:cut])
     assert behind[0] == (0, user.head - user.text, "user")
@@ -302,7 +302,7 @@ def test_what_is_on_disk_is_in_the_tree_too(
         assert all("memory" in n["bytes"] for n in kept)
     server.engine.core.cache.close()
     with running(warm_ahead=False, engine_options=options) as server, server.client() as http:
-        # After a restart the disk alone has it, and what a request uses comes back to memory.
+        # After a restart only the disk has the tree. Spans that a request uses come back to memory.
         ask(http, "Where is the crane?")
         nodes = [n for n in look(http)["tree"]["nodes"] if n["tokens"]]
         tiers = {tuple(n["bytes"]) for n in nodes}

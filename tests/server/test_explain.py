@@ -94,7 +94,7 @@ def test_diverged_in_a_tool_call(client: httpx.Client) -> None:
 
 
 def test_diverged_in_the_thinking(server: Running, client: httpx.Client) -> None:
-    """The answer's thinking is not part of the next prompt: that is where the two part."""
+    """The next prompt leaves the stored one at the answer's thinking, which it does not contain."""
     body = bodies.request(messages=2, max_tokens=400)
     with server.says(f"A long thought about flights.</think>Of course.{END}"):
         reply = ask(client, body)
@@ -118,7 +118,7 @@ def test_diverged_plain_text(client: httpx.Client) -> None:
 def test_no_checkpoint_was_taken(client: httpx.Client) -> None:
     body = bodies.request()
     ask(client, body)
-    # In the middle of a message of which nobody knew that anything would part there.
+    # The new prompt leaves the stored one in the middle of a message, where no checkpoint was due.
     half = body["messages"][7]["content"][:120]
     miss = both(client, edited(body, 7, half))
     assert (miss["reason"], miss["why"]) == ("no_checkpoint", "never_taken")
@@ -161,7 +161,7 @@ def test_evicted(server: Running, client: httpx.Client) -> None:
 def test_salt(client: httpx.Client) -> None:
     body = bodies.request()
     size = ask(client, body)["usage"]["prompt_tokens"]
-    # What is known without a salt is none of a salt's business, and the other way round.
+    # A request with a salt is told nothing of prompts without one, and the other way round.
     mine = {**body, "cache_salt": "mine"}
     assert both(client, mine)["reason"] == "cold"
     assert both(client, mine) is None
@@ -187,7 +187,7 @@ def test_other_model(tmp_path: Path) -> None:
         assert miss["reason"] == "other_model"
         assert miss["held"] >= 64  # at least: the first span is compared
         assert ask(client, body)["rewarm"]["miss"] == miss
-        # Of another tenant's prompts nothing is said, whatever model they were for.
+        # Another tenant's prompts are not mentioned, whatever model they were for.
         theirs = {**bodies.request(3), "cache_salt": "nobody"}
         assert explain(client, theirs)["miss"]["reason"] == "cold"
     server.engine.core.cache.close()
@@ -208,7 +208,7 @@ def test_exact_mode_names_the_true_first_difference_too() -> None:
     with running(engine_options=options, warm_ahead=False) as server, server.client() as client:
         ask(client, body)
         first = server.engine.requests[-1].tokens
-        # Another boundary before it: the grid from there on is another one.
+        # The prompt has another boundary before the difference, so the grid differs from there on.
         messages = [*body["messages"][:4], {"role": "user", "content": "x" * 400}]
         miss = both(client, {**body, "messages": messages})
         second = server.engine.requests[-1].tokens

@@ -1,4 +1,4 @@
-"""A program whose model cannot be loaded says why in a sentence, and ends."""
+"""A program whose model cannot be loaded gives the reason in one sentence, and ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Break = Callable[[Path], None]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model that loads."""
+    """Write a model that loads."""
     tiny.save(tmp_path / "model")
     return tmp_path / "model"
 
@@ -69,7 +69,7 @@ def a_terabyte(folder: Path) -> None:
 
 
 def heads_that_do_not_divide(folder: Path) -> None:
-    """Change the weights to match: only running the model shows that it makes no sense."""
+    """Change the weights to match, so that the error shows only when the model runs."""
     saying(num_key_value_heads=3)(folder)
     config = json.loads((folder / "config.json").read_text())
     model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(config))
@@ -156,7 +156,7 @@ def test_the_program_ends_with_a_sentence(
 
 # How the process ends
 
-# A load that leaves behind what building a model leaves behind: a random key of its thread.
+# This load leaves the same behind as building a model: a random key of its thread.
 FAILS = """
 import os, sys
 from rewarm.engine import Engine
@@ -180,7 +180,7 @@ WORK = "a = mx.ones((1000, 1000)); [a := a @ a for _ in range(8)]; mx.async_eval
 
 @pytest.mark.parametrize("work", ["", WORK])
 def test_a_process_ends_in_order_after_a_load_that_failed(work: str) -> None:
-    """A thread that lingers may abort the process; work that goes on may keep it from ending."""
+    """A thread that goes on may abort the process, and pending work may keep it from ending."""
     done = subprocess.run(
         [sys.executable, "-c", FAILS.format(work=work)],
         capture_output=True, text=True, timeout=120, check=False,

@@ -22,13 +22,13 @@ from tests.machine import Machine
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 FACTS = "You work at the harbour.\nharbour master: Ingrid Falk\nisland ferry: 14:20"
 SYSTEM = {"role": "system", "content": FACTS}
-QUESTION = {"role": "user", "content": "When is the island ferry?"}  # README's, like the facts
+QUESTION = {"role": "user", "content": "When is the island ferry?"}  # the README's
 LONGER = {"role": "user", "content": "When is the island ferry? " * 40}
 
 
 @contextmanager
 def served(machine: Machine) -> Iterator[httpx.Client]:
-    """The server that `make run` starts."""
+    """Start the server that `make run` starts."""
     shown = machine.folder / "shown"
     with shown.open("wb") as out:
         command = [sys.executable, "-m", "rewarm", "serve", "--port", "0"]

@@ -1,6 +1,7 @@
 """Many clients, cancels at any moment and odd requests break nothing and leave nothing behind.
 
-A short, seeded run by default; 64 clients for two minutes and 500 cancels with REWARM_SOAK=1.
+By default the run is short and seeded. With REWARM_SOAK=1 it has 64 clients for two minutes and 500
+cancels.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SYSTEMS = ["You keep the harbour. " * 12, "You mend the nets. " * 9, ""]
 
 
 def chat(chance: random.Random) -> dict[str, Any]:
-    """A chat as many would send it: shared beginnings, own questions, all kinds of options."""
+    """Draw a chat with a shared beginning, its own question, and options of all kinds."""
     system = chance.choice(SYSTEMS)
     first = [{"role": "system", "content": system}] if system else []
     turns = [
@@ -107,7 +108,7 @@ def answer(http: httpx.Client) -> dict[str, Any]:
 
 
 def check_quiet(server: Running, http: httpx.Client, expected: dict[str, Any]) -> None:
-    """Check that the server is healthy, answers right, and has nothing left over."""
+    """Check that the server is healthy, answers right, and has no lease or request left."""
     server.settle()
     assert http.get("/health").status_code == 200
     assert answer(http) == expected

@@ -1,5 +1,4 @@
-"""Rewarm makes few things for one request before its first event: things that are made for each
-request are paid for by every one of them."""
+"""Rewarm makes few objects before the first event of a request: every request pays for them."""
 
 from __future__ import annotations
 
@@ -22,19 +21,19 @@ from tests.engines import started_engine
 
 HOME = str(Path(rewarm.__file__).parent)
 BEFORE = 106
-"""The number that was made before the rooms were rebuilt."""
+"""The number of objects that were made before the rooms were rebuilt."""
 PATH = "/v1/chat/completions"
 
 
 class Made:
-    """Counts what Rewarm's own frames make, as a trace function.
+    """A trace function that counts the objects that Rewarm's own frames make.
 
     - instances and named tuples: calls of an `__init__`, or of a named tuple's `__new__`, that is
       written in Python, by a frame of Rewarm;
     - dicts: `BUILD_MAP` instructions (`{...}`, dict comprehensions and `**` in a call);
     - closures: `MAKE_FUNCTION` instructions for a `def` or a `lambda`, comprehensions left aside.
 
-    Frames of the engine's thread are its own, and do not count.
+    Frames of the engine's thread do not count.
     """
 
     def __init__(self) -> None:
@@ -92,7 +91,7 @@ def _is_super_call(instance: Any, maker: FrameType) -> bool:
 
 
 def _makers(code: CodeType) -> Iterator[tuple[int, str]]:
-    """The instructions of a function that make something."""
+    """Find the instructions of a function that make an object."""
     function = ""
     for instruction in dis.get_instructions(code):
         if isinstance(instruction.argval, CodeType):
@@ -106,7 +105,7 @@ def _makers(code: CodeType) -> Iterator[tuple[int, str]]:
 
 
 async def post(app: Any, made: Made, question: str) -> str:
-    """Post a chat and read the stream; what is made up to its first event counts."""
+    """Post a chat and read the stream. Objects that are made before its first event count."""
     chat = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},

@@ -38,7 +38,7 @@ def exported(server: Running) -> str:
 
 
 def names(text: str) -> set[str]:
-    """The names of samples, without the endings that histograms add."""
+    """Collect the names of samples, without the endings that histograms add."""
     found = set()
     for name in re.findall(r"^(rewarm_\w+)", text, re.M):
         suffix = next((s for s in SUFFIXES if name.endswith(s)), "")

@@ -92,7 +92,7 @@ def test_a_stream_says_the_same_as_a_whole_reply(server: Running, client: openai
     said = whole.choices[0].logprobs.content
     assert [e.token for e in streamed] == [e.token for e in said]
     assert bytes(b for e in streamed for b in e.bytes).decode() == "Hm.</think>A café."
-    # The script leaves every other token without any probability.
+    # The script gives every other token the probability 0.
     assert all(e.logprob == 0 for e in said)
     assert all([t.logprob for t in e.top_logprobs] == [0, -9999] for e in said)
 
@@ -122,8 +122,8 @@ def test_usage_is_what_was_counted_at_the_model_call(
     assert cached + prefilled == usage.prompt_tokens
     assert usage.completion_tokens == 12
     assert reply.choices[0].finish_reason == "length"
-    # Cut by its limit, so nothing is warmed ahead: all that was computed is in the usage. The
-    # engine runs its decode steps one ahead.
+    # The answer is cut by its limit, so there is no warm-ahead: the usage has all that was
+    # computed. The engine runs its decode steps one ahead.
     computed = server.model.computed - before
     assert prefilled + 11 <= computed <= prefilled + 13
 
@@ -171,7 +171,7 @@ def test_a_tool_call_and_its_result(server: Running, client: openai.OpenAI) -> N
             max_tokens=100,
         )
     assert final.choices[0].message.content == "At ten past two."
-    # The call was warmed ahead as it comes back, thinking and all.
+    # Warm-ahead computed the call as it comes back, with its thinking.
     assert final.rewarm["prefilled_tokens"] <= len("at 14:10") + 40
 
 
@@ -207,7 +207,7 @@ def test_a_required_call_is_opened_after_the_thinking(
         extra_body={"enable_thinking": False},
     )
     assert server.engine.requests[-1].opens_after == ()
-    # Random words after the opening are no call, and are given as they are.
+    # Random words after the opening are not a call, and are returned as text.
     assert reply.choices[0].finish_reason == "length"
 
 

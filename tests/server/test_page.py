@@ -26,7 +26,7 @@ NO_BROWSER = "no chromium: install Debian's package `chromium`"
 
 
 def in_a_browser(test: Any) -> Any:
-    """Mark a test that a browser runs: it is one of the integration tests."""
+    """Mark a test that needs a browser: it is one of the integration tests."""
     skipped = pytest.mark.skipif(find_chromium() is None, reason=NO_BROWSER)
     return pytest.mark.integration(skipped(test))
 
@@ -47,7 +47,7 @@ def window() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(window: Browser) -> Iterator[Browser]:
-    """A browser in which nothing has gone wrong, before the test and after it."""
+    """Give the test a browser, and check before and after it that nothing went wrong."""
     window.problems.clear()
     yield window
     assert window.problems == []
@@ -55,7 +55,7 @@ def page(window: Browser) -> Iterator[Browser]:
 
 @contextmanager
 def shown(page: Browser, **options: Any) -> Iterator[Running]:
-    """A server for all tests of the page."""
+    """Start a server for all tests of the page."""
     with running(**options) as started:
         yield started
         page.run("sessionStorage.clear()")
@@ -87,7 +87,7 @@ def ask(page: Browser, server: Running, question: str, answer: str) -> None:
 
 
 def seen(page: Browser, server: Running) -> dict[str, Any]:
-    """The tree that the server has, once the page shows it."""
+    """Return the server's tree, once the page shows it."""
     with server.client() as http:
         body: dict[str, Any] = http.get("/v1/cache", params={"limit": 400}).json()
     tokens = f"{body['tokens']:,} tokens in {body['entries']:,} spans"
@@ -153,7 +153,7 @@ def test_the_tree_has_every_span_and_says_which_message_it_is(
     )
     assert any(label.startswith("user · Where is the boat?") for label in labels)
     assert any("checkpoint: system" in label for label in labels)
-    # Width is tokens: the widest span is the one with the most.
+    # The width of a span shows its tokens, so the widest one has the most.
     assert f"{max(tokens)} tokens" in labels[wide.index(max(wide))]
     checkpoints = sum(1 for node in nodes if node["checkpoint"])
     assert page.run("document.querySelectorAll('#tree .point').length") == checkpoints
@@ -311,7 +311,7 @@ def test_a_hidden_page_asks_for_nothing(page: Browser, server: Running) -> None:
         "Object.defineProperty(document, 'hidden', {value: true}),"
         "document.dispatchEvent(new Event('visibilitychange'))"
     )
-    page.run("new Promise((done) => setTimeout(done, 300))")  # what was under way
+    page.run("new Promise((done) => setTimeout(done, 300))")  # until requests under way have ended
     before = page.run(counts)
     page.run("new Promise((done) => setTimeout(done, 2500))")
     assert page.run(counts) == before

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 QUIET = (0.1, 0.5)
-"""Seconds without a request after which the engine has things written: first what is sure to be
-asked for again, then all."""
+"""Seconds without a request before the engine has state written: first what is sure to be asked for
+again, then all of it."""
 IMPATIENT = f"""
 from rewarm.engine import engine
 engine.QUIET = {QUIET}

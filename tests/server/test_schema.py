@@ -1,4 +1,4 @@
-"""Requests of all dialects become chats that templates know."""
+"""Requests of all dialects become chats that templates can render."""
 
 from __future__ import annotations
 

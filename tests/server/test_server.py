@@ -1,4 +1,4 @@
-"""The server as a whole: keys, limits, odd input, failures, its end."""
+"""The server as a whole handles keys, limits, odd input, failures and its end."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ def test_a_second_ctrl_c_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_streams_properly_and_exits_with_0(number: signal.Signals) -> None:
     process = subprocess.Popen(
-        # rewarm first: it puts a fast BLAS under mlx.
+        # Import rewarm first: it puts a fast BLAS under mlx.
         [sys.executable, "-c", "import rewarm; from tests.server import servers as s; s.main()"],
         stdout=subprocess.PIPE,
         text=True,

@@ -39,7 +39,7 @@ BODY = b'{"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content"
 
 
 class Nobody:
-    """A backend that notes who was cancelled."""
+    """A backend that notes which work was cancelled."""
 
     def __init__(self) -> None:
         self.generator = self
@@ -145,7 +145,7 @@ def test_each_api_has_its_own_sign_of_life() -> None:
         assert chat.events([Prefilled(0, 4, 10)]) == ": prefill 4/10\n\n"
         assert chat.idle() == ": prefill 4/10\n\n"
         message = MessagesDialect(MessagesRequest.model_validate_json(BODY), work, "m", texts)
-        # Before the message has started, only a comment is certain to be skipped.
+        # Before the message has started, a comment is the only line that every client skips.
         assert message.idle() == ": keep-alive\n\n"
         assert message.events([Prefilled(0, 4, 10)]).startswith("event: message_start\n")
         assert message.idle().startswith("event: ping\n")

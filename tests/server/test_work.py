@@ -81,7 +81,7 @@ class Counting:
 
     @property
     def prefilled(self) -> int:
-        """The sum of the replies' usage, after a check against the count at the model call."""
+        """Add up the prefilled tokens of all replies, and check the sum at the model call."""
         self.server.settle()
         said = sum(r["rewarm"]["prefilled_tokens"] for r in self.replies)
         decoded = sum(r["usage"]["completion_tokens"] for r in self.replies)
@@ -94,7 +94,7 @@ class Counting:
 
     @property
     def distinct(self) -> int:
-        """The size of the trie of all prompts: sorted, each adds what it does not share."""
+        """Count the tokens of the prompts' trie. Each sorted prompt adds what it does not share."""
         prompts = sorted({encode(r.tokens) for r in self.server.engine.requests})
         total, before = 0, b""
         for each in prompts:
@@ -120,7 +120,7 @@ def counting(tokenizer: Any, **options: Any) -> Iterator[Counting]:
 
 
 def chat_of(*turns: str, system: str | None = None) -> list[dict[str, Any]]:
-    """Questions and answers in turn, beginning with a question."""
+    """Make a chat of questions and answers in turn, beginning with a question."""
     first = [{"role": "system", "content": system}] if system else []
     roles = ("user", "assistant")
     return [*first, *({"role": roles[i % 2], "content": t} for i, t in enumerate(turns))]

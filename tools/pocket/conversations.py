@@ -14,7 +14,7 @@ CHARACTERS_PER_TOKEN = 2.6
 def conversation(
     draw: Draw, skill: str, tokens: int, far: bool = False, capitals: bool = False
 ) -> World:
-    """A conversation of about `tokens` tokens that a question of this skill can follow.
+    """Make a conversation of about `tokens` tokens that a question of this skill can follow.
 
     With `far`, the facts that the question needs are at its very beginning."""
     tools = draw.of((1, 1, 2, 3, 4)) if skill == "tools" else draw.of((0, 0, 0, 1, 3))
@@ -46,7 +46,7 @@ def conversation(
 
 
 def _size(turn: Turn) -> int:
-    """The number of characters of a turn, with an estimate of those that the template adds."""
+    """Count the characters of a turn, with an estimate of those that the template adds."""
     steps = sum(
         len(step.text) + len(step.result or "") + 100 * bool(step.call) for step in turn.steps
     )

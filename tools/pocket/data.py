@@ -50,7 +50,7 @@ class Reader:
         self.no_thinking = self._ids("<think>\n\n</think>\n\n")
 
     def pieces(self) -> list[str]:
-        """The tokens of the vocabulary that consist of letters only."""
+        """List the tokens of the vocabulary that consist of letters only."""
         return [
             token for token in self.tokenizer.get_vocab() if token.isascii() and token.isalpha()
         ]
@@ -60,7 +60,7 @@ class Reader:
         return ids
 
     def read(self, world: World, skill: str, thinks: bool, bare: bool = False) -> Example:
-        """The conversation with one more question at its end, as tokens.
+        """Turn the conversation with one more question at its end into tokens.
 
         `bare` moves the system prompt's text to the beginning of the first question."""
         messages = world.messages() + world.ask(skill).messages()
@@ -96,7 +96,7 @@ def _places(tokens: np.ndarray[Any, Any], wanted: list[int]) -> list[int]:
 def examples(
     seed: int, length: int, shortest: int = 0, mix: dict[str, float] = MIX
 ) -> Iterator[Example]:
-    """An endless stream of examples of at most `length` tokens."""
+    """Give an endless stream of examples of at most `length` tokens."""
     random = Random(seed)
     reader = Reader()
     draw = Draw(random, held_out=False, pieces=reader.pieces())

@@ -22,7 +22,7 @@ def chunked(
     beta: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The same as transformers' `torch_chunk_gated_delta_rule`, on [batch, time, head, size]."""
+    """Do the same as transformers' `torch_chunk_gated_delta_rule`, on [batch, time, head, size]."""
     time = query.shape[1]
     if time % CHUNK:
         raise ValueError(f"{time} tokens are not whole chunks of {CHUNK}")
@@ -48,7 +48,7 @@ def _prepare(q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Any, ...]:
     decay = _chunks(g[..., None]).cumsum(3)
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     between = (decay - decay.mT).masked_fill(~lower, -torch.inf).exp()
-    # How much each token's value depends on the tokens before it in its chunk.
+    # The share of each earlier token of the chunk in a token's value.
     written = beta * k
     inverse = _inverse((written @ k.mT) * between)
     since = decay.exp()
@@ -61,7 +61,7 @@ def _prepare(q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Any, ...]:
 
 
 def _inverse(a: Any) -> Any:
-    """The inverse (1 + a)^-1 of a strictly lower triangle, built from blocks of 4 upwards.
+    """Build the inverse (1 + a)^-1 of a strictly lower triangle from blocks of 4 upwards.
 
     A series over a whole chunk would not do: where keys repeat, its powers of `a` overflow."""
     x = -_diagonal(a, 4).tril(-1)
@@ -78,7 +78,7 @@ def _inverse(a: Any) -> Any:
 
 
 def _diagonal(a: Any, size: int) -> Any:
-    """The blocks of this size on the diagonal of a matrix."""
+    """Return the blocks of this size on the diagonal of a matrix."""
     count = a.shape[-1] // size
     blocks = a.unflatten(-1, (count, size)).unflatten(-3, (count, size))
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
@@ -121,7 +121,7 @@ class _Scan(torch.autograd.Function):
 
 
 def convolved(x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """The short causal convolution on [batch, channel, time], as a few shifted products.
+    """Compute the short causal convolution on [batch, channel, time] as a few shifted products.
 
     The result keeps the channels last in memory, as the input has them."""
     size, time = weight.shape[1], x.shape[2]

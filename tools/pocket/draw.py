@@ -26,7 +26,7 @@ class Draw:
         return self.random.random() < share
 
     def seldom(self, share: float) -> bool:
-        """Like `often`, but twice as often in training, which learns rare cases last."""
+        """Do the same as `often`, but twice as often in training, which learns rare cases last."""
         return self.often(share if self.held_out else 2 * share)
 
     def of(self, choices: Sequence[T]) -> T:
@@ -36,8 +36,8 @@ class Draw:
         return self.of(pair[self.held_out])
 
     def word(self, *lists: Sequence[str]) -> str:
-        """A word of one of the lists. In training it is often made up instead, so that the model
-        cannot learn the lists by heart."""
+        """Draw a word of one of the lists. In training it is often made up instead, so that the
+        model cannot learn the lists by heart."""
         found = self.unseen(lambda: self.of(self.of(lists)))
         if self.held_out or not self.often(0.4):
             return found
@@ -55,7 +55,7 @@ class Draw:
         return self.word(words.THINGS) if kind < 0.85 else self.word(words.EVERYDAY)
 
     def name(self) -> str:
-        """The name of a line of a table: one to three words."""
+        """Draw the name of a line of a table: one to three words."""
         count = self.of((1, 1, 2, 2, 2, 3))
         if count == 1:
             return self.plain()
@@ -63,7 +63,7 @@ class Draw:
         return " ".join((first, *(self.plain() for _ in range(count - 1))))
 
     def unseen(self, make: Callable[[], str]) -> str:
-        """The first result of `make` that belongs to this draw's half: held out, or not."""
+        """Return the first result of `make` that belongs to this draw's half: held out, or not."""
         while True:
             found = make()
             if words.held_out(found) == self.held_out:
@@ -86,7 +86,7 @@ class Draw:
         return self.unseen(make)
 
     def sum(self) -> tuple[int, int]:
-        """Two numbers whose sum training shows, or never shows if this draw is held out."""
+        """Draw two numbers whose sum training shows, or never shows if this draw is held out."""
         pair = self.unseen(
             lambda: " ".join(
                 str(self.random.randrange(10 ** self.of((1, 2, 3, 3, 3)))) for _ in range(2)
@@ -96,7 +96,7 @@ class Draw:
         return int(a), int(b)
 
     def foreign(self) -> str:
-        """A word with letters that English does not have."""
+        """Draw a word with letters that English does not have."""
         if self.often(0.85):
             return "".join(
                 self.of(ACCENTED) if letter in "aeiou" and self.often(0.5) else letter
@@ -128,7 +128,7 @@ class Draw:
         return " ".join(self.plain() for _ in range(self.of((1, 1, 2, 2, 3))))
 
     def filled(self, phrase: str, *blanks: str) -> str:
-        """The phrase with its blanks filled: the given words first, then drawn ones."""
+        """Fill the blanks of the phrase: first with the given words, then with drawn ones."""
         parts = phrase.split("{}")
         filling = [*blanks, *(self.plain() for _ in range(len(parts) - 1 - len(blanks)))]
         return "".join(a + b for a, b in zip(parts, [*filling[: len(parts) - 1], ""], strict=True))

@@ -53,7 +53,7 @@ class Question:
     right: bool = False
 
     def messages(self) -> list[Message]:
-        """The chat as a client sends it, with the replies that Pocket gave so far."""
+        """Write the chat as a client sends it, with the replies that Pocket gave so far."""
         said = [*self.world.messages(), {"role": "user", "content": self.turn.question}]
         for step, reply in zip(self.turn.steps, self.replies, strict=False):
             said += [reply, {"role": "tool", "content": step.result}]
@@ -102,7 +102,7 @@ class Examiner:
 
 
 def questions(tokenizer: Any, skill: str, length: int, count: int, seed: int = 0) -> list[Question]:
-    """Questions at the end of conversations of almost `length` tokens, about their beginning."""
+    """Ask about the beginning of conversations of almost `length` tokens, at their end."""
     draw = Draw(Random(f"{seed} {skill} {length}"), held_out=True)
     renderer = ChatRenderer(tokenizer)
     found: list[Question] = []

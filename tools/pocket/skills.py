@@ -61,7 +61,7 @@ class Turn:
         return self.steps[-1].text
 
     def messages(self, steps: int | None = None) -> list[dict[str, Any]]:
-        """The turn as a client sends it, with the first `steps` messages from Pocket."""
+        """Write the turn as a client sends it, with the first `steps` messages from Pocket."""
         said: list[dict[str, Any]] = [{"role": "user", "content": self.question}]
         for step in self.steps[:steps]:
             message: dict[str, Any] = {
@@ -87,7 +87,7 @@ class Tool:
 
     @property
     def words(self) -> str:
-        """The words that its line in the prompt begins with: the matter, then the action."""
+        """The words that its line in the prompt begins with: the subject, then the action."""
         return f"{self.matter} {self.action}"
 
     @property
@@ -161,7 +161,7 @@ class World:
         return [tool.schema() for tool in self.tools] or None
 
     def ask(self, skill: str) -> Turn:
-        """A question of this skill with its answer. It does not join the conversation."""
+        """Make a question of this skill with its answer, without adding it to the conversation."""
         return SKILLS[skill](self)
 
     def say(self, skill: str) -> Turn:
@@ -291,7 +291,7 @@ class World:
         return before + self.draw.filled(self.draw.of(phrases.ASK), name)
 
     def _near(self, name: str) -> str:
-        """A name that shares words with the given one."""
+        """Find a name that shares words with the given one."""
         parts = name.split(" ")
         change = self.draw.random.randrange(3)
         if change == 0 and len(parts) > 1:
@@ -303,7 +303,7 @@ class World:
         return " ".join(parts)
 
     def _absent(self) -> str:
-        """A name that is not in the table, but may look like a name that is."""
+        """Draw a name that is not in the table, but may look like a name that is."""
         while True:
             if self.table and self.draw.often(0.5):
                 name = self._near(self.draw.of(list(self.table)))
@@ -393,7 +393,7 @@ class World:
             return _Request(asked, tool.words if acted else tool.matter, line)
 
     def _result(self) -> tuple[str, str]:
-        """The result of a tool, and Pocket's answer from it."""
+        """Draw the result of a tool, and Pocket's answer from it."""
         draw = self.draw
         if draw.often(0.5):
             said = draw.value() if draw.often(0.6) else f"{draw.value()}, {draw.value()}"
@@ -406,14 +406,14 @@ class World:
 
 
 def split(name: str) -> list[str]:
-    """The words of a tool's name, split as the template splits them."""
+    """Split a tool's name into words as the template does."""
     pairs = pairwise(f" {name}")
     apart = "".join(f" {b}" if a.islower() and b.isupper() else b for a, b in pairs)
     return re.sub(r"[_.-]", " ", apart).lower().split()
 
 
 def added(a: int, b: int) -> tuple[str, str]:
-    """The thinking and the answer of a sum, column by column from the right."""
+    """Write the thinking and the answer of a sum, column by column from the right."""
     steps, carry = [], 0
     for x, y in zip(reversed(f"{a:03}"), reversed(f"{b:03}"), strict=True):
         column = int(x) + int(y) + carry

@@ -67,7 +67,7 @@ SKILLS = ("lookup", "memory", "arithmetic", "tools", "unknown", "talk")
 
 
 def length_at(step: int, done: float, longest: int) -> int:
-    """The length of this step's examples: the same for every worker and every run."""
+    """Return the length of this step's examples: the same for every worker and every run."""
     stage = [odds for begins, odds in CURRICULUM if begins <= done][-1]
     return min(longest, Random(step).choices(list(stage), list(stage.values()))[0])
 
@@ -106,7 +106,7 @@ def stack(found: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def losses(model: Any, tokens: torch.Tensor, weights: torch.Tensor) -> tuple[Any, Any, Any]:
-    """The loss of each token with a weight, its weight, and whether it is the likeliest token."""
+    """Compute each weighted token's loss, its weight, and whether it is the likeliest token."""
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
     counts = weights[:, 1:] > 0
     logits = model.lm_head(hidden[counts]).float()
@@ -126,7 +126,7 @@ def autocast(device: str) -> contextlib.AbstractContextManager[None]:
 
 @cache
 def questions(skill: str, length: int, count: int) -> list[Example]:
-    """Held-out questions at the end of conversations of just under this many tokens."""
+    """Make held-out questions at the end of conversations of just under this many tokens."""
     reader, draw, found = Reader(), Draw(Random(length), held_out=True), []
     while len(found) < count:
         wanted = length
@@ -143,7 +143,7 @@ def questions(skill: str, length: int, count: int) -> list[Example]:
 
 @torch.no_grad()
 def accuracy(model: Any, device: str, length: int, count: int) -> dict[str, float]:
-    """The share of held-out questions whose tokens are all right, as greedy decoding gives them."""
+    """Compute the share of held-out questions whose tokens are all right in greedy decoding."""
     result = {}
     model.eval()
     for skill in SKILLS:
@@ -180,7 +180,7 @@ def rounded(model: Any) -> dict[str, torch.Tensor]:
 
 
 def started(path: Path, device: str) -> dict[str, torch.Tensor]:
-    """The weights to continue from: a saved training state, or a shipped model."""
+    """Load the weights to continue from: a saved training state, or a shipped model."""
     if path.suffix != ".safetensors":
         found: dict[str, torch.Tensor] = torch.load(path, map_location=device)
         return found

@@ -180,7 +180,7 @@ KNOWN = [
 
 
 def made_up(random: Random, pieces: Sequence[str] = ()) -> str:
-    """A word that does not exist, made of syllables, of pieces or of any letters.
+    """Make up a word that does not exist, of syllables, of pieces or of any letters.
 
     Pieces are parts of real words, or the tokens of a tokenizer: a model cannot copy a token as
     part of a name if training never showed it in one."""

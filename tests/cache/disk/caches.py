@@ -1,4 +1,4 @@
-"""Caches with a disk tier under test, and the most that a folder held."""
+"""Caches with a disk tier for tests, and a watch on the size of a folder."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def cache_on(
 
 
 def disk_of(cache: PrefixCache) -> DiskTier:
-    """The disk tier of a cache that was given a folder."""
+    """Return the disk tier of a cache that was given a folder."""
     (disk,) = (tier for tier in cache.tiers if isinstance(tier, DiskTier))
     return disk
 
 
 class Watch:
-    """A thread that looks for the most that a folder holds at any moment."""
+    """A thread that finds the largest size that a folder has at any moment."""
 
     def __init__(self, watched: Path) -> None:
         self.folder = watched
@@ -57,7 +57,7 @@ class Watch:
 
 
 class Failing:
-    """A function that raises a number of times."""
+    """A function that raises on its first calls, and then works."""
 
     def __init__(self, works: Any, times: int) -> None:
         self.works, self.times = works, times

@@ -31,7 +31,7 @@ def kept(folder: Path) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def forest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with 60 nodes in two namespaces: `closed`, and `live` with its log."""
+    """Make a store with 60 nodes in two namespaces: `closed`, and `live` with its log."""
     place = tmp_path_factory.mktemp("forest")
     with opened(place / "closed") as kept:
         ids: list[int | None] = [None]

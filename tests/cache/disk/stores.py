@@ -1,4 +1,4 @@
-"""Stores of the disk tier under test, with nodes and payloads that are made from a number."""
+"""Stores of the disk tier for tests, with nodes and payloads that are made from a number."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rewarm.cache.tiers.seal import is_whole, stamped
 LIMIT = 64 << 20
 ABOUT = {"model": "tiny", "salt": "none"}
 ONE, TWO = 1001, 1002
-"""Namespaces."""
+"""The ids of two namespaces."""
 
-# Children are forked from a process that has imported everything once, and holds nothing of ours.
+# Children are forked from a process that has imported everything once, and has no other state.
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(
     ["tests.cache.disk.test_store_kills", "tests.cache.disk.test_restart"]
@@ -63,7 +63,7 @@ def space_of(id: int, about: Any = None) -> NamespaceRow:
 
 
 def write(kept: Store, n: int, space: int = ONE, size: int | None = None) -> FileRow:
-    """A file that the index does not know yet."""
+    """Write a file that the index does not know yet."""
     id = new_id()
     return FileRow(id, space, kept.write(id, content(n, size)), n, n + 1)
 
@@ -74,7 +74,7 @@ def commit(kept: Store, *nodes: NodeRow, files: Sequence[FileRow] = (), **more: 
 
 
 def add(kept: Store, n: int, parent: int | None = None, space: int = ONE) -> tuple[int, FileRow]:
-    """Node `n` with payload `n`, committed."""
+    """Commit node `n` with payload `n`."""
     file = write(kept, n, space)
     id = new_id()
     commit(kept, node_of(id, n, file.id, parent)._replace(namespace=space), files=[file])
@@ -87,7 +87,7 @@ def n_of(file: FileRow) -> int:
 
 
 def read(kept: Store, file: FileRow) -> dict[str, Any] | None:
-    """A payload as whoever asks a tier gets it: with a whole seal, or not at all."""
+    """Read a payload as the caller of a tier gets it: with a whole seal, or not at all."""
     try:
         found = kept.read(file.id, file.nbytes)
     except (Damaged, StoreBroken):
@@ -115,7 +115,7 @@ def file_of(kept: Store, file: FileRow) -> Path:
 
 
 def used(folder: Path) -> int:
-    """The bytes of all files but the lock, as `du` counts them."""
+    """Add up the bytes of all files but the lock."""
     found = [p for p in folder.rglob("*") if p.is_file() and p.name != "lock"]
     return sum(p.stat().st_size for p in found)
 

@@ -113,14 +113,14 @@ LIMIT = "3MB"
 
 
 def asked(number: int) -> Any:
-    """Prompts that share beginnings: nodes split, on disk as well."""
+    """Make one of many prompts that share beginnings, so that nodes split, on disk as well."""
     vocabulary = zoo.vocabulary("qwen3_5")
     shared = prompt(90, number % 5, vocabulary)[: 30 + number % 61]
     return np.concatenate([shared, prompt(10 + number % 50, number, vocabulary)])
 
 
 def churn(folder: str, seed: int, pipe: Connection) -> None:
-    """Compute, evict and flush, and tell of it, until killed."""
+    """Compute, evict and flush until killed, and report each flush."""
     model = zoo.tiny("qwen3_5")
     kept = cache_on(Path(folder), model, memory="1MB", disk_size=LIMIT)
     pipe.send(None)
@@ -192,7 +192,7 @@ def test_a_kill_loses_nothing_flushed_and_serves_nothing_wrong(tmp_path: Path) -
 
 CRASH_LIMIT = 1_000_000
 WRITES = 3
-"""Files that each process completes before it dies: it lives for less than a second."""
+"""The number of files that each process completes before it dies, within a second."""
 
 
 def die() -> None:
@@ -261,7 +261,7 @@ def test_the_limit_is_kept_in_a_loop_of_crashes(
             theirs.close()
             child.join()
         assert child.exitcode == -signal.SIGKILL
-        assert watch.most <= CRASH_LIMIT + watch.largest  # a file that is renamed is seen twice
+        assert watch.most <= CRASH_LIMIT + watch.largest  # the watch may see a renamed file twice
         held = [p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()]
         assert sum(held) <= CRASH_LIMIT, f"crash {seed}"
         ours.close()

@@ -1,4 +1,4 @@
-"""The disk store gives back what it was given, and to nobody else."""
+"""The disk store gives back what it was given, and only to its owner."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_arrays_are_read_into_what_the_caller_makes_for_them(kept: Store) -> Non
     ],
 )
 def test_a_header_that_lies_gets_no_memory(header: Any) -> None:
-    """It is read before its seal can be known."""
+    """The header is read before the seal can be checked."""
     with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
         files.decode(json.dumps(header).encode(), 16)
 

@@ -132,8 +132,7 @@ def known_nodes(folder: Path, scratch: Path) -> dict[int, NodeRow]:
 
 
 def check_stored(kept: Store, whole: dict[int, NodeRow], where: str) -> int:
-    """A row may be wrong, in no more than its own cells; it leads to a payload that is its own, or
-    to none."""
+    """Check that a wrong row has only its own cells wrong, and leads to no other payload."""
     same_rows = 0
     for space in (ONE, TWO):
         stored = kept.index.load(space)
@@ -164,11 +163,11 @@ def test_a_flip_anywhere_in_the_index_shows_nothing_that_was_not_stored(
     for round in range(3000 if SOAK else 15 if part == "live/index.sqlite" else 40):
         scratch = tmp_path / "scratch"
         shutil.copytree(forest / which, scratch)
-        # A quarter of them in the first bytes: all depends on these.
+        # A quarter of the flips are in the first bytes, on which everything depends.
         at = draw.randrange(100) if round % 4 == 0 else draw.randrange(size)
         flip(scratch / name, at, draw.randrange(8))
         found = 0
-        for _ in range(2):  # what was found broken is usable after a restart
+        for _ in range(2):  # after a restart, a broken one is usable again
             try:
                 with opened(scratch) as kept:
                     found = check_stored(kept, whole, f"{part}: byte {at}")
@@ -257,7 +256,7 @@ def other_tables(folder: Path) -> None:
 
 
 def lost_chain(folder: Path) -> None:
-    """A long key's pages lead nowhere: only a check of the whole file sees it."""
+    """Make a long key's pages lead nowhere: only a check of the whole file finds it."""
     with opened(folder) as kept:
         commit(kept, node_of(new_id(), 1, None)._replace(key=b"\xab" * 40_000))
     path = folder / "index.sqlite"

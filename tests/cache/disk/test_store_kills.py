@@ -45,13 +45,13 @@ class Told:
     """The messages of a child up to its kill."""
 
     sure: dict[int, int] = field(default_factory=dict)
-    """Nodes whose commit had returned, and their n."""
+    """Nodes whose commit had returned, each with its `n`."""
     maybe: set[int] = field(default_factory=set)
     """Nodes whose removal had begun."""
 
 
 def churn(folder: str, seed: int, pipe: Connection) -> None:
-    """Write, change and remove, and tell of it, until killed."""
+    """Write, change and remove until killed, and report each step."""
     draw = random.Random(seed)
     kept = Store.open(Path(folder), limit=1 << 30, reserve=0)
     kept.sweep()
@@ -143,7 +143,7 @@ def test_a_kill_at_any_instant_leaves_what_was_committed_and_nothing_wrong(folde
 def test_a_file_is_synced_before_it_has_its_name(
     kept: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill does not show it, a power cut does: data first, then the name, then the folder."""
+    """The order is data, name, folder. A kill would not show another order; a power cut would."""
     write(kept, 1)
     calls: list[str] = []
 

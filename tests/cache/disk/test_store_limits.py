@@ -40,7 +40,7 @@ def test_bytes_and_room_are_what_the_disk_says(folder: Path) -> None:
             assert kept.bytes() == used(folder)
         waiting = write(kept, 31)
         assert kept.bytes() == used(folder)
-        # The log of the index may be moved into it at any time, and goes on beside it.
+        # The log may be moved into the index at any time, and then grows again beside it.
         spare = kept.index.may_grow
         assert kept.free_bytes() == (10 << 20) - used(folder) - spare
         kept.set_aside(made[0].id, "of a flip")

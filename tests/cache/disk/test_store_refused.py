@@ -154,7 +154,7 @@ def test_a_folder_that_cannot_be_used_says_why(
         with pytest.raises(StoreUnusable, match=text) as error:
             opened(folder)
     assert str(folder) in str(error.value)
-    opened(folder).close()  # and nothing is left locked
+    opened(folder).close()  # nothing is left locked
 
 
 def test_a_file_where_the_folder_should_be_says_so(tmp_path: Path) -> None:

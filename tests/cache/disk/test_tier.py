@@ -1,4 +1,4 @@
-"""Nothing is forgotten over a restart, and nothing false is remembered."""
+"""A restart loses no state, and no wrong state is used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .caches import ARCHITECTURES, Failing, cache_on
 
 
 def turn(model: Any, cache: PrefixCache, history: Prompt, number: int, vocabulary: int) -> Prompt:
-    """One turn of a chat whose thinking is stripped: what is decoded does not come back."""
+    """Run a turn of a chat whose thinking is stripped: decoded tokens do not come back."""
     asked = joined(history, prompt(11 + number % 7, 100 + number, vocabulary))
     boundary = [Boundary(len(history), "turn"), Boundary(len(asked), "user")]
     full = joined(asked, prompt(3, 7, vocabulary))
@@ -158,7 +158,7 @@ def test_damaged_files_cost_a_miss_and_nothing_else(
     cache.verify()
     cache.close()
     cache = cache_on(tmp_path, model)
-    assert cache.match(asked).resume == len(asked) - 1  # computed again, and kept again
+    assert cache.match(asked).resume == len(asked) - 1  # computed and stored again
     cache.close()
 
 
@@ -229,7 +229,7 @@ def test_what_the_disk_knows_and_cannot_resume_at_is_replayed(name: str, tmp_pat
     assert before.shared == 100
     cache.close()
     cache = cache_on(tmp_path, model)
-    for tier in ("disk", "memory"):  # the second time memory has what was brought up
+    for tier in ("disk", "memory"):  # the second time memory has it
         found = cache.match(asked, boundaries=ends)
         with cache.acquire(asked, boundaries=ends) as lease:
             assert lease.cost.match == found
@@ -289,7 +289,7 @@ def test_whatever_the_index_says_no_answer_changes(name: str, lie: str, tmp_path
             assert divergence(run(model, cache, asked, salt=salt).logits, alone.logits) <= 1e-5
     cache.verify()
     cache.close()
-    cache = cache_on(tmp_path, model)  # what is not as it was has gone, and is kept again
+    cache = cache_on(tmp_path, model)  # changed files are gone, and are written again
     assert all(cache.match(asked).resume == len(asked) - 1 for asked in longer)
     cache.verify(tiers=True)
     cache.close()

@@ -1,4 +1,4 @@
-"""The thread that writes to the disk: it retries, ends, and stands back for requests."""
+"""The thread that writes to the disk retries, ends, and gives way to requests."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_flush_ends_though_others_go_on(tmp_path: Path) -> None:
 
 @pytest.fixture
 def endless_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a writer that rests do so until it is needed."""
+    """Make a writer that rests go on resting until it is needed."""
     monkeypatch.setattr(writer, "REST", 1e9)
     monkeypatch.setattr(writer, "LONGEST_REST", 1e6)
 
@@ -165,7 +165,7 @@ def test_the_writer_does_not_rest_for_nobody_nor_at_the_cost_of_what_comes(
 def test_what_is_being_written_is_not_counted_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is on disk already, and planned no longer."""
+    """It is on disk already, and no longer planned."""
     model = zoo.tiny("qwen3_5")
     cache = cache_on(tmp_path, model, disk_size="3MB")
     store = disk_of(cache).store

@@ -264,7 +264,7 @@ def test_attention_is_right(queries: int, keys: int, dim: int, dtype: mx.Dtype) 
                 )
                 assert distance(found, right) <= 5e-3
     if queries > 1:
-        assert distance(found, reference(*given, dim**-0.5, True)) > 5e-3  # the mask counts
+        assert distance(found, reference(*given, dim**-0.5, True)) > 5e-3  # a lost mask shows
 
 
 @pytest.mark.usefixtures("pretended")

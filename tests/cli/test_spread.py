@@ -71,7 +71,7 @@ def test_each_field_with_a_help_text_is_an_option() -> None:
 
 
 OTHERS = {(EngineOptions, "max_batch"), (EngineOptions, "max_queue")}
-"""Engine options that the command does not have. The context is the only one that it has."""
+"""Engine options with a help text that this command leaves out."""
 
 
 @pytest.mark.parametrize(

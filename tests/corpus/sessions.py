@@ -21,7 +21,7 @@ Session = dict[str, Any]
 
 
 def _around(draw: random.Random, median: float, spread: float) -> float:
-    """Draw from a log-normal distribution: a third of the draws are off by more than e^spread."""
+    """Draw from a log-normal distribution: a third are off by a factor of more than e^spread."""
     return median * math.exp(draw.gauss(0, spread))
 
 

@@ -103,7 +103,7 @@ def test_a_template_that_insists_on_an_order_has_boundaries() -> None:
 
 
 def dated(date: Callable[[], str]) -> TokenizerWrapper:
-    """A template that writes the date, or the time, at the beginning."""
+    """Return a tokenizer whose template writes the date, or the time, at the beginning."""
     tokenizer = tiny_tokenizer()
     render = tokenizer.apply_chat_template
     tokenizer.__dict__["apply_chat_template"] = lambda *a, **o: date() + render(*a, **o)

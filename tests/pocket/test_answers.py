@@ -180,7 +180,7 @@ def over_http(client: openai.OpenAI, asked: Asked) -> Result:
         message: Any = reply.choices[0].message
         functions = [call.function for call in message.tool_calls or ()]
         said = Said(
-            message.reasoning_content or "",
+            getattr(message, "reasoning_content", "") or "",
             message.content or "",
             tuple(_call(function.model_dump()) for function in functions),
         )
@@ -295,11 +295,14 @@ def asked_again(pocket: Any, server: Running, damage: Callable[[Any], None]) -> 
 
 
 def swap_one_layer(cache: Any, layer: int) -> None:
-    """Put one recurrent layer's state of each checkpoint in the place of another's."""
+    """Put one recurrent layer's state of each checkpoint in the place of another conversation's.
+
+    Neighbours in the tree are often of one conversation, and their states differ little."""
     held = [n.checkpoint for n in cache.nodes() if n.checkpoint]
     values = [checkpoint.state.unpack() for checkpoint in held]
     moved = [value[layer] for value in values]
-    for checkpoint, value, other in zip(held, values, moved[1:] + moved[:1], strict=True):
+    far = len(moved) // 2
+    for checkpoint, value, other in zip(held, values, moved[far:] + moved[:far], strict=True):
         value[layer] = other
         checkpoint.state = PackedState.pack(value)
 

@@ -28,6 +28,7 @@ class Collected:
         self.sampled: dict[int, list[Sampled]] = {}
         self.times: list[float] = []
         self.progress: list[tuple[int, int]] = []
+        self.fetch_progress: list[tuple[int, int]] = []
         self.reasons: dict[int, Finish] = {}
         self.report: Cost | None = None
         self.error: Exception | None = None
@@ -35,6 +36,9 @@ class Collected:
         self._on_token = on_token
         self._over = threading.Event()
         self._begun = threading.Event()
+
+    def fetched(self, done: int, total: int) -> None:
+        self.fetch_progress.append((done, total))
 
     def prefilled(self, done: int, total: int) -> None:
         self.progress.append((done, total))

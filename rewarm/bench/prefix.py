@@ -117,6 +117,7 @@ class Waiting:
     def __init__(self) -> None:
         self.cost: Future[Cost] = Future()
 
+    def fetched(self, done: int, total: int) -> None: ...
     def prefilled(self, done: int, total: int) -> None: ...
     def token(self, choice: int, sampled: Sampled) -> bool:
         return False

@@ -21,9 +21,13 @@ class Sink(Protocol):
     """A sink takes the results of a request, on the engine's thread. Every method must return soon
     and never block."""
 
+    def fetched(self, done: int, total: int) -> None:
+        """Take the number of prompt tokens that were fetched, and of all. The first call comes when
+        a fetch starts, and all of them before `prefilled`."""
+
     def prefilled(self, done: int, total: int) -> None:
         """Take the number of prompt tokens that are ready, and of all. The first call comes when
-        the prefill starts, or the fetch before it."""
+        the prefill starts."""
 
     def token(self, choice: int, sampled: Sampled) -> bool:
         """Take one token of an answer, also its end-of-text token. Return True to end this
@@ -46,6 +50,7 @@ _numbers = itertools.count(1)
 class Silent:
     """A sink that drops all results."""
 
+    def fetched(self, done: int, total: int) -> None: ...
     def prefilled(self, done: int, total: int) -> None: ...
     def token(self, choice: int, sampled: Sampled) -> bool:
         return False

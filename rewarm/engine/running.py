@@ -67,7 +67,9 @@ class Running(Job):
     def tell_progress(self) -> None:
         """Tell the request's sink how much of the prompt is ready."""
         if not self.generated and self.choice == 0:
-            self.request.sink.prefilled(self.ready_tokens, len(self.request.tokens))
+            sink, total = self.request.sink, len(self.request.tokens)
+            tell = sink.fetched if self.lease is None else sink.prefilled
+            tell(self.ready_tokens, total)
 
     def give(self, token: int) -> None:
         """Add a token that was generated."""

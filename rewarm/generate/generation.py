@@ -28,6 +28,8 @@ class Prefilled:
     run: int
     done: int
     total: int
+    is_fetch: bool = False
+    """True while lower tiers are asked for them. How many the cache gives is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,16 @@ class PromptRun:
     echo: str = ""
     """The prompt's text, where it is part of the answers."""
     resumed: int | None = None
-    """Prompt tokens that were ready at the first call of `prefilled`; None before that."""
+    """Prompt tokens that the cache gave; None until the prefill starts."""
     position: int = 0
     """Prompt tokens that are ready."""
     cost: Cost | None = None
     error: Exception | None = None
     miss: dict[str, Any] | None = None
     """The reason why no more of the prompt was reused, in words and figures."""
+
+    def fetched(self, done: int, total: int) -> None:
+        self._emit(Prefilled(self.number, done, total, is_fetch=True))
 
     def prefilled(self, done: int, total: int) -> None:
         if self.resumed is None or done != self.position:

@@ -106,6 +106,11 @@ class Dialect(ABC):
         return ""
 
 
+def progress_note(event: Prefilled) -> str:
+    """Write the progress of a prompt in a comment, which clients skip."""
+    return f": {'fetch' if event.is_fetch else 'prefill'} {event.done}/{event.total}\n\n"
+
+
 def rewarm_object(generation: Generation) -> dict[str, Any]:
     """Give the cost of a generation. Where it has several prompts, the resume point, the miss and
     the times are the first one's."""

@@ -219,12 +219,12 @@ def test_a_client_is_told_how_far_a_fetch_is(tmp_path: Path, held: Held) -> None
     with core_over(zoo.tiny("llama"), tmp_path, below) as core:
         _, asked = ask(core, below)
         settle(core)
-        told = len(asked.progress)
+        told = len(asked.fetch_progress)
         assert told == 1
         core.wait()
         core.turn()
-        assert len(asked.progress) == told + 1
-        assert {total for _, total in asked.progress} == {200}
+        assert len(asked.fetch_progress) == told + 1
+        assert {total for _, total in asked.fetch_progress} == {200}
 
 
 def test_without_a_lower_tier_nothing_is_asked_of_one(held: Held) -> None:

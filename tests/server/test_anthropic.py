@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -300,3 +302,23 @@ def test_a_client_that_goes_away_stops_its_work(
     choice = server.engine.requests[-1].sink.choices[0]  # type: ignore[attr-defined]
     assert choice.finish == "cancelled"
     assert choice.tokens < 5000
+
+
+def test_a_stream_begins_with_what_came_from_below_memory(tmp_path: Path) -> None:
+    body = {
+        "model": "tiny",
+        "max_tokens": 4,
+        "stream": True,
+        "messages": [{"role": "user", "content": "Where is the boat? " * 20}],
+    }
+    for comes_from_disk in (False, True):
+        options = {"cache_options": {"disk": str(tmp_path)}}
+        with running(engine_options=options) as server, server.client() as client:
+            text = client.post("/v1/messages", json=body).text
+            events = [json.loads(line[6:]) for line in text.splitlines() if line[:6] == "data: "]
+            (start,) = (event for event in events if event["type"] == "message_start")
+            (end,) = (event for event in events if event["type"] == "message_delta")
+            known = end["usage"]["cache_read_input_tokens"]
+            assert start["message"]["usage"]["cache_read_input_tokens"] == known
+            assert (known > 0) is comes_from_disk
+        server.engine.core.cache.close()

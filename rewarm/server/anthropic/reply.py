@@ -10,7 +10,7 @@ from typing import Any
 from rewarm.generate.generation import Choice, Delta, Prefilled
 from rewarm.prompt.messages import Part
 
-from ..dialect import KEEP_ALIVE, Dialect, cached_tokens, rewarm_object
+from ..dialect import KEEP_ALIVE, Dialect, cached_tokens, progress_note, rewarm_object
 from ..errors import ApiError
 from ..work import data, encoded
 from .blocks import SIGNATURE, block_of, content_blocks, is_block
@@ -53,8 +53,8 @@ def stop_of(choice: Choice) -> dict[str, Any]:
 
 @dataclass
 class MessagesDialect(Dialect):
-    """Anthropic's messages. A stream begins with the first report of progress, whose tokens it
-    gives as read from the cache."""
+    """Anthropic's messages. The message of a stream begins when the prefill starts: then it is
+    known what the cache gave."""
 
     path = "/v1/messages"
     name = "messages"
@@ -82,8 +82,8 @@ class MessagesDialect(Dialect):
         }
 
     def progress(self, event: Prefilled) -> str:
-        note = f": prefill {event.done}/{event.total}\n\n"
-        return note if self._started else self._start(event.done) + note
+        note = progress_note(event)
+        return note if self._started or event.is_fetch else self._start(event.done) + note
 
     def delta(self, event: Delta) -> str:
         return self._start(0) + "".join([self._part(part) for part in event.parts])

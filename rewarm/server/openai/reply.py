@@ -14,7 +14,7 @@ import rewarm
 from rewarm.generate.generation import Choice, Delta, Ended, Prefilled
 from rewarm.values import Sampled
 
-from ..dialect import KEEP_ALIVE, Dialect, cached_tokens, rewarm_object
+from ..dialect import KEEP_ALIVE, Dialect, cached_tokens, progress_note, rewarm_object
 from ..errors import ApiError
 from ..work import data
 from .parse import ChatRequest, CompletionRequest, error_body
@@ -125,7 +125,7 @@ class OpenAIDialect(Dialect):
         progress = self._progress
         if progress is None or any(choice.tokens for choice in self.work.choices):
             return ""
-        return f": prefill {progress.done}/{progress.total}\n\n"
+        return progress_note(progress)
 
     def _chunk(self, *choices: ChoiceBody) -> dict[str, Any]:
         body = self._reply(self.chunk, choices)

@@ -19,17 +19,20 @@ def test_logits_that_wait_for_a_place_in_the_batch_are_those_of_one_token() -> N
     model = zoo.tiny("llama")
     cache = PrefixCache(model, memory="64MB")
     ready = Runner(model, cache, cache.vocabulary)
-    request = Request(prompt(20), Collected(), 4)
-    sequence = Running(0, stop=19, request=request)
-    ready.start(sequence)
-    before = mx.get_active_memory()
-    ready.prefill(sequence, Piece(0, 0, 20, None, True))
-    assert sequence.lease is not None
-    assert sequence.lease.logits is not None
-    rows = sum(c.nbytes for c in sequence.lease.caches) + cache.stats().held
-    grown = mx.get_active_memory() - before - rows
-    assert grown < 4 * sequence.lease.logits.nbytes
-    ready.leave([sequence])
+    # The first pass may make constants that stay: the second one is measured.
+    for number in range(2):
+        request = Request(prompt(20, seed=number), Collected(), 4)
+        sequence = Running(number, stop=19, request=request)
+        ready.start(sequence)
+        before, held = mx.get_active_memory(), cache.stats().held
+        ready.prefill(sequence, Piece(number, 0, 20, None, True))
+        assert sequence.lease is not None
+        assert sequence.lease.logits is not None
+        rows = sum(c.nbytes for c in sequence.lease.caches) + cache.stats().held - held
+        grown = mx.get_active_memory() - before - rows
+        nbytes = sequence.lease.logits.nbytes
+        ready.leave([sequence])
+    assert grown < 4 * nbytes
 
 
 @pytest.mark.parametrize(("cuda", "free", "clears"), [(0, 1, 1), (1, 9, 0), (1, 101, 1)])

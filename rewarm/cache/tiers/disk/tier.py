@@ -38,9 +38,10 @@ from ..base import (
 from ..codec import Received
 from ..seal import OfferedPayload, Sealer, payloads
 from .errors import Damaged, StoreBroken
+from .parts import File, FilePart, nbytes_of
 from .space import DiskSpace
 from .store import Store
-from .trees import SECOND, DiskTree, DiskTrees, File, FilePart, nbytes_of, salt_digest
+from .trees import SECOND, DiskTree, DiskTrees, salt_digest
 from .writer import Writer
 
 log = logging.getLogger("rewarm")

@@ -26,61 +26,16 @@ from ...worth import Item
 from ..base import Offer, Receipt, Sealed, Span
 from ..seal import FORMAT, What, digest_of
 from .index import Changes, FileRow, NamespaceInfo, NamespaceRow, NodeRow, new_id
+from .parts import File, FilePart, nbytes_of, parts_of, written_id
 from .store import Store
 
 UNLIMITED = 1 << 60
 SECOND = 1000
 """Ticks of the clock in a second. Many things are written in one, and their order matters."""
-HEADER, HEADER_PER_ARRAY = 1024, 128
-"""An estimate of the bytes that a file takes beside its arrays."""
 
 
 def clock() -> int:
     return int(time.time() * SECOND)
-
-
-@dataclass(eq=False, slots=True)
-class File:
-    """One payload file. It has `arrays` until it is written, and a `size` from then on."""
-
-    id: int
-    namespace: int
-    span: tuple[int, int] | None
-    """The tokens whose rows it holds. A checkpoint's file has none."""
-    nbytes: int
-    """The bytes that are counted for it. They never change: the size may be a little different."""
-    size: int | None = None
-    arrays: Sealed | None = None
-    receipt: Receipt | None = None
-    """The offer to be made again where the file cannot be written."""
-    number: int = 0
-    """Its place in the order of changes."""
-    nodes: set[Node] = field(default_factory=set)
-    """The nodes that have a part of it."""
-
-    def overlaps(self, start: int, stop: int) -> bool:
-        return self.span is not None and self.span[0] < stop and start < self.span[1]
-
-
-class FilePart:
-    """The part of a file that is one node's rows, window or state."""
-
-    __slots__ = ("file", "nbytes", "start", "stop")
-    buffers = 0
-
-    def __init__(self, file: File, start: int, stop: int) -> None:
-        first, last = file.span or (start, stop)
-        self.file = file
-        self.start, self.stop = max(start, first), min(stop, last)
-        self.nbytes = file.nbytes
-        if self.stop - self.start < last - first:
-            self.nbytes = file.nbytes * (self.stop - self.start) // (last - first)
-
-    def split(self, at: int) -> tuple[FilePart | None, FilePart | None]:
-        """Return two parts of the same file."""
-        upper = FilePart(self.file, self.start, at) if self.start < at else None
-        lower = FilePart(self.file, at, self.stop) if self.stop > at else None
-        return upper, lower
 
 
 @dataclass(eq=False)
@@ -237,7 +192,7 @@ class DiskTrees:
             node.checkpoint = Checkpoint(
                 cast(Kind, row.kind), part, node.last_used, row.hits, hint=row.hint
             )
-        for each in _parts(node):
+        for each in parts_of(node):
             each.file.nodes.add(node)
         return node
 
@@ -317,14 +272,14 @@ class DiskTrees:
 
     def _split(self, own: DiskTree, node: Node, at: int) -> Node:
         self.ledger.count(node, -1)
-        for part in _parts(node):
+        for part in parts_of(node):
             part.file.nodes.discard(node)
         upper = own.tree.split(node, at)
         own.ids[upper] = new_id()
         for each in (upper, node):
             self.ledger.count(each)
             self._note(own, each)
-            for part in _parts(each):
+            for part in parts_of(each):
                 part.file.nodes.add(each)
         return upper
 
@@ -342,7 +297,7 @@ class DiskTrees:
     def drop(self, own: DiskTree, node: Node) -> None:
         """Forget a node and all below it. What is not written is to be offered again."""
         for each in reversed(node.subtree()):
-            for part in _parts(each):
+            for part in parts_of(each):
                 self._return(part.file)
             self.ledger.count(each, -1)
             self._remove(own, each)
@@ -359,7 +314,7 @@ class DiskTrees:
                 self.drop(own, node)
                 continue
             is_window = isinstance(node.window, FilePart) and node.window.file is file
-            self._release(node, *(part for part in _parts(node) if part.file is file))
+            self._release(node, *(part for part in parts_of(node) if part.file is file))
             if is_window:
                 self.ledger.put_window(node, None)
             else:
@@ -373,7 +328,7 @@ class DiskTrees:
                 self._free(file)
         for own in self:
             for node in own.tree.nodes():
-                for part in _parts(node):
+                for part in parts_of(node):
                     part.file.nodes.clear()
             own.tree.clear()
             own.ids.clear()
@@ -396,7 +351,7 @@ class DiskTrees:
 
     def _remove(self, own: DiskTree, node: Node) -> None:
         self._gone.gone_nodes.append(own.ids.pop(node))
-        self._release(node, *_parts(node))
+        self._release(node, *parts_of(node))
 
     def _release(self, node: Node, *parts: Any) -> None:
         for part in parts:
@@ -458,11 +413,11 @@ class DiskTrees:
         owns: dict[int, DiskTree] = {}
         files: dict[int, File] = {}
         for node, own in self._taken.items():
-            if node not in own.ids or (self.layout.has_rows and _written(node.rows) is None):
+            if node not in own.ids or (self.layout.has_rows and written_id(node.rows) is None):
                 continue  # it is gone, or comes again when its file is complete
             owns[own.id] = own
             changes.nodes.append(self._row(own, node))
-            files |= {part.file.id: part.file for part in _parts(node)}
+            files |= {part.file.id: part.file for part in parts_of(node)}
         for file in files.values():
             if file.size is not None:
                 start, stop = file.span or (None, None)
@@ -482,7 +437,7 @@ class DiskTrees:
     def _row(self, own: DiskTree, node: Node) -> NodeRow:
         checkpoint = node.checkpoint
         state = checkpoint.state if checkpoint is not None else None
-        is_whole = state is None or _written(state) is not None
+        is_whole = state is None or written_id(state) is not None
         kind = checkpoint.kind if checkpoint is not None and is_whole else None
         last_used = max(node.last_used, checkpoint.last_used if checkpoint else 0)
         return NodeRow(
@@ -494,26 +449,11 @@ class DiskTrees:
             hits=node.hits,
             used=last_used / SECOND,
             hint=float(checkpoint.hint) if checkpoint is not None else 1.0,
-            rows_file=_written(node.rows),
-            window_file=_written(node.window),
-            state_file=_written(state),
+            rows_file=written_id(node.rows),
+            window_file=written_id(node.window),
+            state_file=written_id(state),
             key=node.key,
         )
-
-
-def _parts(node: Node) -> list[FilePart]:
-    state = node.checkpoint.state if node.checkpoint is not None else None
-    return [part for part in (node.rows, node.window, state) if isinstance(part, FilePart)]
-
-
-def _written(part: Any) -> int | None:
-    """Return the number of a part's file, once that is complete."""
-    return part.file.id if isinstance(part, FilePart) and part.file.size is not None else None
-
-
-def nbytes_of(arrays: Sealed) -> int:
-    """Estimate the size of a payload's file."""
-    return HEADER + sum(array.nbytes + HEADER_PER_ARRAY for array in arrays.values())
 
 
 def _number(digest: str) -> int:

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from .parts import File
 from .store import Store
-from .trees import DiskTrees, File
+from .trees import DiskTrees
 
 log = logging.getLogger("rewarm")
 

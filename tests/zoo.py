@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
 from rewarm import accel
+from tests.sets import SOAK
 
 Config = dict[str, Any]
 
@@ -340,6 +341,43 @@ ARCHITECTURES: dict[str, Config] = {
     "falcon_h1": _config("falcon_h1", MAMBA, mlp_multipliers=[1.0, 1.0], ssm_multipliers=[1.0] * 5),
     "baichuan_m1": _config("baichuan_m1", sliding_window_layers=[1, 3], conv_window=2),
 }
+
+REQUIRED = {
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "nemotron_h",
+    "mamba",
+    "mamba2",
+    "gpt_oss",
+    "step3p5",
+    "gemma3_text",
+    "gemma4_text",
+    "llama",
+    "qwen3",
+    "llama4",
+    "kimi_linear",
+    "lfm2",
+    "falcon_h1",
+    "jamba",
+    "granitemoehybrid",
+    "recurrent_gemma",
+    "rwkv7",
+    "deepseek_v3",
+    "deepseek_v32",
+    "deepseek_v41",
+    "olmo_hybrid",
+    "bailing_hybrid",
+    "minimax",
+    "mimo_v2_flash",
+    "plamo2",
+    "baichuan_m1",
+    "bailing_moe_linear",
+}
+"""The architectures that tests of all of them must have."""
+
+SAMPLE = sorted(ARCHITECTURES if SOAK else REQUIRED)
+"""The architectures for tests of one thing on each: a sample has every kind of layer."""
 
 # Models whose answers depend on the cuts by more than rounding. plamo3's mask lets a query see one
 # row more than its ring holds, so the oldest row is there inside a chunk and gone after a cut.

@@ -147,7 +147,7 @@ def test_a_peer_that_never_answers_is_given_up_and_stopped(
 
 @pytest.mark.parametrize(
     ("scenario", "number"),
-    [("chat", signal.SIGINT), ("branch", signal.SIGTERM), *[("burst", signal.SIGINT)] * SOAK],
+    [("chat", signal.SIGINT), *[("branch", signal.SIGTERM), ("burst", signal.SIGINT)] * SOAK],
 )
 def test_ctrl_c_keeps_what_is_done_and_stops_the_servers(
     scenario: str, number: signal.Signals, tmp_path: Path

@@ -33,7 +33,6 @@ from tests.runs import CHUNK, cold, divergence, prompt, run
 from tests.sets import SOAK
 from tests.tiny import tiny_tokenizer
 
-ARCHITECTURES = sorted(zoo.ARCHITECTURES)
 EXECUTED = "the same for all of these"
 
 
@@ -154,7 +153,7 @@ def leaves_of(model: nn.Module, rng: random.Random) -> dict[str, list[Change]]:
     return found
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", zoo.SAMPLE)
 def test_every_change_of_a_leaf_is_another_identity(name: str) -> None:
     model = zoo.tiny(name)
     rng = random.Random(name)
@@ -184,7 +183,7 @@ def test_a_replaced_module_file_is_another_identity(
     assert identity(model) != before
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", zoo.SAMPLE)
 def test_equal_models_have_one_identity_however_long_they_ran(name: str) -> None:
     model, vocabulary = zoo.tiny(name), zoo.vocabulary(name)
     cache = PrefixCache(model, memory="64MB", chunk=CHUNK)
@@ -207,7 +206,7 @@ print(*(identity(zoo.tiny(name)) for name in sys.argv[1:]))
 
 
 def test_another_process_finds_the_same_identities() -> None:
-    names = ARCHITECTURES if SOAK else ["llama", "qwen3_5", "gpt_oss", "nemotron_h", "rwkv7"]
+    names = zoo.SAMPLE if SOAK else ["llama", "qwen3_5", "gpt_oss", "nemotron_h", "rwkv7"]
     for seed in ("1", "2"):
         said = subprocess.run(
             [sys.executable, "-c", IN_A_PROCESS, *names],

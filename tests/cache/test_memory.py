@@ -52,9 +52,16 @@ def test_a_long_chat_holds_its_rows_once_and_what_is_reported_is_really_held(nam
         assert held["rows"] > 0
 
 
-@pytest.mark.parametrize("retention", [WorkPerByte(), LRU()], ids=["work per byte", "lru"])
+@pytest.mark.parametrize(
+    ("budget", "retention"),
+    [
+        (budget, retention)
+        for i, budget in enumerate((1_000_000, 2_500_000))
+        for j, retention in enumerate((WorkPerByte(), LRU()))
+        if SOAK or i == j
+    ],
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss", "mamba", "recurrent_gemma"])
-@pytest.mark.parametrize("budget", [1_000_000, 2_500_000])
 def test_the_tree_is_never_above_its_budget(name: str, budget: int, retention: object) -> None:
     model = zoo.tiny(name)
     cache = PrefixCache(model, memory=budget, chunk=64, retention=retention)

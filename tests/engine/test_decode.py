@@ -23,7 +23,6 @@ from tests.engines import Collected
 from tests.runs import Prompt, joined, prompt, run
 from tests.sets import SOAK
 
-SAMPLE = sorted(zoo.ARCHITECTURES)
 ALONE = ["afm7", "deepseek_v41", "gemma2", "llama4", "minimax_m3_vl"]
 """Models that never decode in a batch, so their caches are never merged."""
 LENGTHS = (5, 28, 31, 70)
@@ -106,7 +105,7 @@ def assert_takes_back(model: Any, make: Any, width: int, at_once: bool) -> None:
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["steps", "at once"])
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", zoo.SAMPLE)
 def test_what_is_taken_back_leaves_no_bit_alone(name: str, at_once: bool) -> None:
     model = zoo.tiny(name)
     cache = PrefixCache(model, memory="64MB")
@@ -130,7 +129,7 @@ def test_some_architectures_decode_one_sequence_at_a_time(name: str) -> None:
     assert not decodes_in_batches(model, blank, zoo.vocabulary(name))
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLE if name not in ALONE])
+@pytest.mark.parametrize("name", [name for name in zoo.SAMPLE if name not in ALONE])
 def test_what_is_taken_back_leaves_no_bit_in_a_merged_batch(name: str) -> None:
     model = zoo.tiny(name)
     blank = PrefixCache(model, memory="64MB").blank

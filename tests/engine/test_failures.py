@@ -20,6 +20,7 @@ from rewarm.values import Sampled
 from tests import zoo
 from tests.engines import Collected, answer, ask, burst, engine
 from tests.runs import Counted, prompt
+from tests.sets import SOAK
 
 
 @pytest.fixture
@@ -43,8 +44,13 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fault")
-@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss", "afm7"])
-@pytest.mark.parametrize("steps", [0, 1, 6])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *(("qwen3_5", steps) for steps in (0, 1, 6)),
+        *((name, steps) for name in ("gpt_oss", "afm7") for steps in ((0, 1, 6) if SOAK else (1,))),
+    ],
+)
 def test_a_request_that_fails_inside_a_step_costs_its_neighbours_nothing(
     name: str, steps: int
 ) -> None:

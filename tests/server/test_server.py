@@ -329,7 +329,7 @@ def test_the_schema_is_true(tmp_path: Path) -> None:
     with running(engine_options={"context": 300}) as server:
         options = {
             "--seed": "1",
-            "--max-examples": "200" if SOAK else "8",
+            "--max-examples": "200" if SOAK else "4",
             "--phases": "coverage,fuzzing" if SOAK else "fuzzing",
             "--checks": "not_a_server_error,status_code_conformance,content_type_conformance,"
             "response_schema_conformance,negative_data_rejection,unsupported_method",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,7 @@ def test_a_room_imports_only_from_those_before_it() -> None:
     assert not wrong
 
 
+@cache
 def needs() -> dict[str, set[str]]:
     """Map each room to the rooms that it imports from."""
     doors = {room_of(HOME / door) for door in DOORS}

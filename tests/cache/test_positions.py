@@ -128,7 +128,7 @@ def test_alpha_scaling_has_no_limit() -> None:
     assert position_limit(Holder(DynamicNTKAlphaRoPE(64, scaling_alpha=1000.0))) == FAR
 
 
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("name", zoo.SAMPLE)
 def test_no_architecture_has_a_limit_by_itself(name: str) -> None:
     """The search neither runs the model nor changes anything in it."""
     model = zoo.tiny(name)

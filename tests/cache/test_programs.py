@@ -239,7 +239,7 @@ class ProgramsOnDisk(Programs):
         self.folder.cleanup()
 
 
-@pytest.mark.parametrize(("name", "reuse"), CASES)
+@pytest.mark.parametrize(("name", "reuse"), half(CASES, 0))
 def test_random_programs_compute_what_a_cold_run_computes(name: str, reuse: str) -> None:
     machine = type(
         "Machine", (Programs,), {"name": name, "reuse": reuse, "hits": 0, "expected": {}}
@@ -247,7 +247,7 @@ def test_random_programs_compute_what_a_cold_run_computes(name: str, reuse: str)
     run_programs(machine, ("hits", 5))
 
 
-@pytest.mark.parametrize(("name", "reuse"), half(STORED_CASES, 0))
+@pytest.mark.parametrize(("name", "reuse"), half(STORED_CASES, 1))
 def test_random_programs_with_restarts_do_so_too(name: str, reuse: str) -> None:
     machine = type(
         "Machine",

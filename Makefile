@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 test: .venv/ready lint  ## Format, lint, types, and the tests that need nothing beside the repository
 	$(PYTEST)
 
-integration: .venv/ready  ## The tests with real neighbours: a browser, and files that others recorded
+integration: .venv/ready  ## The tests with real neighbours: a browser, a compiler, files that others recorded
 	tools/integration-setup
 	REWARM_CORPUS=recorded $(PYTEST) -m "integration or corpus"
 

@@ -63,6 +63,7 @@ EXPECTED: dict[str, Callable[[], bool]] = {
     # Conditions of programs and permissions.
     r"kernels are compiled by g\+\+, on Linux: it is not there": lambda: not (LINUX and has("g++")),
     "mounting needs root": lambda: not (IS_ROOT and has("mount")),
+    "only root can make files of another user": lambda: not IS_ROOT,
     "cannot mount here: .*": lambda: IS_ROOT,
     # tools/integration-setup installs it by apt, as root.
     "no chromium: .*": lambda: not (LINUX and IS_ROOT and has("apt-get")),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+from tests.sets import EXPECTED
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,3 +76,32 @@ def test_make_test_reads_no_recorded_file(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("")
     body = RECORDED.replace("no/such/file", "there")
     assert "1 failed" in ran(tmp_path, body, REWARM_SHARED=str(tmp_path))
+
+
+def reasons() -> Iterator[tuple[Path, str]]:
+    """Find the reasons for skips that are written in the tests. What a reason formats is a `*`."""
+    for path in Path(__file__).parent.rglob("*.py"):
+        if path.name in ("sets.py", Path(__file__).name):
+            continue
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            given = call.args[:1] if call.func.attr == "skip" else []
+            if call.func.attr == "skipif":
+                given = [keyword.value for keyword in call.keywords if keyword.arg == "reason"]
+            for reason in given:
+                parts = reason.values if isinstance(reason, ast.JoinedStr) else [reason]
+                texts = [p.value if isinstance(p, ast.Constant) else "*" for p in parts]
+                yield path, "".join(map(str, texts))
+
+
+def test_each_reason_for_a_skip_is_expected_on_some_machine() -> None:
+    """Else the test fails on the machines that have the reason, which may not be this one."""
+    found = set(reasons())
+    assert len(found) > 5
+    unknown = {
+        (path.name, reason)
+        for path, reason in found
+        if reason != "*" and not any(re.fullmatch(pattern, reason) for pattern in EXPECTED)
+    }
+    assert not unknown

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.accel.emulation import needs_a_compiler
 from tests.machine import Machine
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="MLX compiles elsewhere there"),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles nothing without g++"),
-]
+pytestmark = [pytest.mark.integration, needs_a_compiler]
 
 MARKED = """
 import mlx.core as mx

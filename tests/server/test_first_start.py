@@ -83,7 +83,6 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-@pytest.mark.integration
 def test_no_compiler_runs_once_a_server_is_ready_and_none_at_the_next_start(
     machine: Machine,
 ) -> None:

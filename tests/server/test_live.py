@@ -81,7 +81,7 @@ def test_a_request_in_flight_shows_how_far_it_is(server: Running, client: httpx.
     watcher.start()
     try:
         with server.says("so " * 200):
-            reply = ask(client, "long " * 1500, max_tokens=600)
+            reply = ask(client, "long " * 800, max_tokens=300)
     finally:
         over.set()
         watcher.join()

@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.sets import SOAK
+
 QUIET = (0.1, 0.5)
 """Seconds without a request before the engine has state written: first what is sure to be asked for
 again, then all of it."""
@@ -50,7 +52,7 @@ def ask(url: str, messages: list[dict[str, str]]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("way", ["killed", "stopped"])
+@pytest.mark.parametrize("way", ["killed", "stopped"] if SOAK else ["killed"])
 def test_a_server_goes_on_where_the_last_one_was(way: str, tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "You know the tides. " * 40}]
     with served(tmp_path / "disk", tmp_path / "first") as (server, url):

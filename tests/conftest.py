@@ -3,8 +3,7 @@
 Three sets (docs/testing.md):
 - `make test`: all tests but those marked `integration`, on inputs that tests/corpus generates;
 - `make integration`: those marked `integration` (they need a neighbour, such as a browser or a
-  compiler), and
-  those marked `corpus` again, on recorded inputs (REWARM_CORPUS=recorded);
+  compiler), and those marked `corpus` again, on recorded inputs (REWARM_CORPUS=recorded);
 - `make soak`: both, each test with its whole range instead of a sample (REWARM_SOAK=1).
 In each, a skip fails unless tests/sets.py expects its reason on this machine.
 """

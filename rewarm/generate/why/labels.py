@@ -7,6 +7,7 @@ learned, or encode differently inside a chat, spans have words and no role."""
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -17,7 +18,7 @@ import numpy as np
 from rewarm.cache.tree import WIDTH, encode
 from rewarm.errors import RewarmError
 from rewarm.prompt.render.renderer import ChatRenderer
-from rewarm.prompt.text import common_text
+from rewarm.prompt.text import common_end
 from rewarm.values import Message
 
 log = logging.getLogger("rewarm")
@@ -27,7 +28,17 @@ WORDS = 40
 LONGEST = 90
 """The most characters of a label."""
 
+# Texts that templates do not write themselves.
+SYSTEM: Message = {"role": "system", "content": "vjqz"}
+USER: Message = {"role": "user", "content": "xkqz"}
+ANSWER: Message = {"role": "assistant", "content": "wqqz"}
+NEXT: Message = {"role": "user", "content": "xkzq"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "qj", "arguments": {}}}
+CALLED: Message = {**ANSWER, "tool_calls": [CALL]}
+RESULT: Message = {"role": "tool", "content": "jvqz", "tool_call_id": "call_1", "name": "qj"}
+
+CHATS = ([USER], [SYSTEM, USER], [USER, ANSWER, NEXT], [USER, CALLED, RESULT])
+"""The chats that heads are learned from."""
 
 
 class MessageStart(NamedTuple):
@@ -55,19 +66,16 @@ class Labels:
     def heads(self) -> dict[str, bytes]:
         """The tokens of each role's head."""
         try:
-            found = self._learned()
+            return {role: self._key(text) for role, text in self._learned().items()}
         except Exception:
             log.debug("the roles of this template cannot be told", exc_info=True)
-            found = {}
-        keys = {role: self._key(text) for role, text in found.items()}
-        return {role: key for role, key in keys.items() if key}
+            return {}
 
     @cached_property
     def _markers(self) -> list[str]:
         """Texts that a label leaves out: cut characters, and the edges of thinking."""
         tokenizer = self.renderer.tokenizer
-        edges = [tokenizer.think_start, tokenizer.think_end] if tokenizer.has_thinking else []
-        return ["\ufffd", *filter(None, edges)]
+        return [m for m in ("\ufffd", tokenizer.think_start, tokenizer.think_end) if m]
 
     @cached_property
     def longest(self) -> int:
@@ -93,9 +101,9 @@ class Labels:
         end = len(key) // WIDTH
         heads = [start.head for start in starts] + [end]
         begun = [start for start in starts if start.text < end]
-        if begun and (before is None or not self._words(key, 0, max(heads[0], 0))):
-            return Label(begun[0].role, self._words(key, begun[0].text, heads[1]), len(begun))
         words = self._words(key, 0, max(heads[0], 0))
+        if begun and (before is None or not words):
+            return Label(begun[0].role, self._words(key, begun[0].text, heads[1]), len(begun))
         return Label(before, f"… {words}" if words else "", len(begun))
 
     def _words(self, key: bytes, start: int, stop: int) -> str:
@@ -116,66 +124,34 @@ class Labels:
 
     def _learned(self) -> dict[str, str]:
         """Render chats, and find the texts before messages of each role."""
+        learned = [self._texts_before(chat) for chat in CHATS]
         heads: dict[str, str] = {}
-        users = [
-            self._before([_said("user")], 0),
-            self._before([_said("system"), _said("user")], 1),
-            self._before([_said("user"), _said("assistant"), _said("user", "zq")], 2),
-        ]
-        user = _common_end(text for text in users if text is not None)
-        heads["user"] = user
-        opening = self._first_token(user)
-        for role, chat in (
-            ("system", [_said("system"), _said("user")]),
-            ("assistant", [_said("user"), _said("assistant"), _said("user", "zq")]),
-            ("tool", [_said("user"), _called(), _answered(), _said("user", "zq")]),
-        ):
-            index = next(i for i, m in enumerate(chat) if m["role"] == role)
-            text = self._before(chat, index)
-            if text is None:
-                continue
+        for texts in learned:
+            heads |= {role: text for role, text in texts.items() if role not in heads}
+        user = heads["user"] = reduce(_common_end, [texts["user"] for texts in learned if texts])
+        first = self.renderer.tokenizer.encode(user, add_special_tokens=False)[:1]
+        opening = self.renderer.tokenizer.decode(first)
+        for role, text in heads.items():
             # The end of the message before does not belong to the head.
-            cut = text.rfind(opening) if opening else -1
-            heads[role] = text[cut:] if cut >= 0 else text
-        stripped = {role: text.rstrip() for role, text in heads.items()}
-        return {r: text for r, text in stripped.items() if text and heads[r].count(text) == 1}
+            if role != "user" and opening and user.startswith(opening) and opening in text:
+                heads[role] = text[text.rindex(opening) :]
+        return {role: text.rstrip() for role, text in heads.items() if text.strip()}
 
-    def _first_token(self, text: str) -> str:
-        tokens = self.renderer.tokenizer.encode(text, add_special_tokens=False)
-        first: str = self.renderer.tokenizer.decode(tokens[:1]) if tokens else ""
-        return first if text.startswith(first) else ""
-
-    def _before(self, chat: list[Message], index: int) -> str | None:
-        """Give the text between a message's content and the content before it."""
+    def _texts_before(self, chat: list[Message]) -> dict[str, str]:
+        """Give the text before each message's content, after the content before it, by role. The
+        last message of a role counts."""
         try:
             prompt = self.renderer.render(chat)
         except RewarmError:
-            return None  # refused by the template
+            return {}  # refused by the template
         text: str = self.renderer.tokenizer.decode(prompt.tokens.tolist())
-        at, start = -1, 0
-        for message in chat[: index + 1]:
-            start = max(at, 0) + (len(message["content"]) if at >= 0 else 0)
-            at, before = text.find(message["content"], start), at
-            if at < 0:
-                return None
-            start = 0 if before < 0 else start
-        return text[start:at]
+        found = re.match("".join(f"(.*?){m['content']}" for m in chat), text, re.DOTALL)
+        texts = found.groups() if found else ()
+        return dict(zip((m["role"] for m in chat), texts, strict=False))
 
 
-def _said(role: str, text: str = "qz") -> Message:
-    return {"role": role, "content": {"user": "xk", "system": "vj"}.get(role, "wq") + text}
-
-
-def _called() -> Message:
-    return {"role": "assistant", "content": "wqqz", "tool_calls": [CALL]}
-
-
-def _answered() -> Message:
-    return {"role": "tool", "content": "jvqz", "tool_call_id": "call_1", "name": "qj"}
-
-
-def _common_end(texts: Iterable[str]) -> str:
-    return reduce(lambda a, b: a[len(a) - common_text(a[::-1], b[::-1]) :], texts)
+def _common_end(a: str, b: str) -> str:
+    return a[len(a) - common_end(a, b) :]
 
 
 def _places(key: bytes, head: bytes) -> Iterable[int]:

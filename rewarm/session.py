@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -20,12 +20,11 @@ from rewarm.engine import Core, EngineParts
 from rewarm.engine.core import STREAM
 from rewarm.engine.decode.sampling import checked
 from rewarm.errors import InvalidOption, InvalidPrompt
-from rewarm.generate.generation import Delta, Event, Prefilled, PromptFailed, Reading
-from rewarm.generate.generator import CallerPump, Generator
+from rewarm.generate.generation import Delta, Event, Prefilled, PromptOver, Reading
+from rewarm.generate.generator import Generator
 from rewarm.generate.options import GenerationOptions
 from rewarm.options import EngineOptions
 from rewarm.prompt.chat import Chat, Text, chat_of
-from rewarm.prompt.render.renderer import ChatRenderer
 from rewarm.values import Cost, Sampling, Tokens
 
 
@@ -87,14 +86,9 @@ class Session:
         self.cache.check_model(model)
         # A session gives one answer at a time, so no batch has to be tried out.
         parts = EngineParts(model, tokenizer, self.cache)
-        core = Core(parts, EngineOptions(max_batch=1), bounded=False)
-        self._pump = CallerPump(core)
-        self._generator = Generator(core, self._pump)
+        self._core = Core(parts, EngineOptions(max_batch=1), bounded=False)
+        self._generator = Generator(self._core)
         self._last: Reading | None = None
-
-    @property
-    def renderer(self) -> ChatRenderer:
-        return self._generator.renderer
 
     def chat(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None, **options: Any
@@ -167,13 +161,9 @@ class Session:
         if self._last is None:
             return
         self._generator.answered(self._last, self._last.runs[0])
-        with self._wired():
-            self._pump.warm_up()
-
-    def _wired(self) -> AbstractContextManager[None]:
-        """Wire the model's memory for all turns of an answer: this takes longer than a token."""
-        wired: AbstractContextManager[None] = wired_limit(self.model, [STREAM])
-        return wired
+        with wired_limit(self.model, [STREAM]):
+            while self._core.stats().warm_waiting:
+                self._generator.turn()
 
     def _events(
         self,
@@ -181,19 +171,22 @@ class Session:
         on_prefill: Callable[[int, int], None] | None,
         cancel: threading.Event | None,
     ) -> Iterator[StreamEvent]:
-        rest = StreamEvent()
+        rest = nothing = StreamEvent()
         self._generator.submit(generation)
-        with self._wired(), closing(self._generator.events(generation, cancel)) as events:
+        events = self._generator.events(generation, cancel)
+        # The memory is wired once for all turns: this takes longer than a token.
+        with wired_limit(self.model, [STREAM]), closing(events):
             for event in events:
                 if isinstance(event, Delta):
-                    rest = _step(event)
-                    if event.sampled:
-                        yield rest
-                        rest = StreamEvent()
+                    text, reasoning = event.text, event.reasoning
+                    for sampled in event.sampled:
+                        yield StreamEvent(text, reasoning, sampled.token, sampled.logprob)
+                    rest = nothing if event.sampled else StreamEvent(text, reasoning)
                 elif isinstance(event, Prefilled) and on_prefill is not None:
                     on_prefill(event.done, event.total)
-                elif isinstance(event, PromptFailed):
-                    raise event.error.__cause__ or event.error
+        (run,) = generation.runs
+        if run.error is not None:
+            raise run.error.__cause__ or run.error
         self._last = generation
         yield replace(rest, reply=_reply(generation))
 
@@ -213,19 +206,12 @@ def _asked(prompt: Any, tools: list[Any] | None, template: dict[str, Any]) -> Ch
 
 
 def _put(generation: Reading, event: Event) -> None:
-    if isinstance(event, PromptFailed):
+    error = generation.runs[0].error
+    if isinstance(event, PromptOver) and error is not None:
         # The engine reports a failure while it handles the exception that the model raised. The
         # model ran on the caller's thread, so the caller gets that exception.
-        event.error.__cause__ = sys.exc_info()[1]
+        error.__cause__ = sys.exc_info()[1]
     generation.events.put(event)
-
-
-def _step(event: Delta) -> StreamEvent:
-    text, reasoning = event.text, event.reasoning
-    if not event.sampled:
-        return StreamEvent(text, reasoning)
-    (sampled,) = event.sampled
-    return StreamEvent(text, reasoning, sampled.token, sampled.logprob)
 
 
 def _reply(generation: Reading) -> Reply:
@@ -259,9 +245,5 @@ def _check_options(max_tokens: int, stop: list[str]) -> None:
 
 
 def _last(events: Iterator[StreamEvent]) -> Reply:
-    reply = None
-    for event in events:
-        reply = event.reply
-    if reply is None:
-        raise RuntimeError("the stream ended without a reply")
-    return reply
+    """Read a stream to its end, where the reply is."""
+    return next(event.reply for event in events if event.reply is not None)

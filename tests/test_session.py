@@ -14,6 +14,7 @@ from mlx_lm.generate import generate_step
 from rewarm import PrefixCache, Session
 from rewarm.cache.tiers.fetch import Fetch
 from rewarm.engine import runner
+from rewarm.prompt.render.renderer import ChatRenderer
 from tests import zoo
 from tests.leaks import COMPILED
 from tests.runs import Counted
@@ -236,7 +237,7 @@ def test_a_penalty_sees_the_whole_prompt_however_much_was_cached() -> None:
 def test_boundaries_are_stable_from_turn_to_turn() -> None:
     """Otherwise the grid of `exact` would move, and nothing could be reused."""
     session = session_of()
-    render = session.renderer.render
+    render = ChatRenderer(session.tokenizer).render
     short = render(chat_of("One?", "Two?"), every_turn=True)
     long = render(chat_of("One?", "Two?", "Three?"), every_turn=True)
     assert len(short.boundaries) == 4
@@ -254,7 +255,7 @@ def test_templates_that_refuse_a_probe_lose_only_that_boundary() -> None:
         "{{ raise_exception('no answers here') }}{%- endif -%}"
         "<|start|>{{ m.role }}\n{{ m.content }}<|end|>{%- endfor -%}<|start|>assistant\n"
     )
-    rendered = session.renderer.render([SYSTEM, {"role": "user", "content": "Hm?"}])
+    rendered = ChatRenderer(session.tokenizer).render([SYSTEM, {"role": "user", "content": "Hm?"}])
     assert [b.kind for b in rendered.boundaries] == ["system"]
     assert session.chat([SYSTEM, {"role": "user", "content": "Hm?"}], max_tokens=2).tokens
 
@@ -410,7 +411,7 @@ def test_an_interrupted_preparation_keeps_what_it_computed() -> None:
     session = session_of(chunk=32)
     ended(session, "One? " * 30)
     session.cache.clear()  # all of it has to be computed again
-    whole, turns = session._pump.core.turn, 0
+    whole, turns = session._core.turn, 0
 
     def interrupted() -> None:
         nonlocal turns
@@ -419,10 +420,10 @@ def test_an_interrupted_preparation_keeps_what_it_computed() -> None:
             raise KeyboardInterrupt
         whole()
 
-    session._pump.core.turn = interrupted  # type: ignore[method-assign]
+    session._core.turn = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         session.prepare()
-    session._pump.core.turn = whole  # type: ignore[method-assign]
+    session._core.turn = whole  # type: ignore[method-assign]
     assert session.cache.stats().leases == 0
     session.cache.verify()
     assert session.cache.stats().tokens >= 32

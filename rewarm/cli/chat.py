@@ -43,7 +43,7 @@ def chat(
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     running = engine_of(model, engine, cache, source)
     conversation = Conversation(
-        Generator(running, template=server.chat_template_args, warm_ahead=server.warm_ahead),
+        Generator(running, server),
         GenerationOptions(max_tokens=max_tokens, sampling=sampling, stream=True),
         console,
         system=pocket.TABLE if built_in and system is None else system,

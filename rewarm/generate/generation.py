@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -44,28 +44,19 @@ class Delta(AnswerParts):
 
 @dataclass(frozen=True)
 class Ended:
+    """A choice gets no more parts."""
+
     choice: int
-    finish: str
-    """"stop", "length", "tool_calls" or "cancelled"."""
 
 
 @dataclass(frozen=True)
-class PromptDone:
-    """A prompt is answered."""
+class PromptOver:
+    """A prompt is answered, or cannot be: its run has the cost or the error."""
 
     run: int
-    cost: Cost
 
 
-@dataclass(frozen=True)
-class PromptFailed:
-    """A prompt cannot be answered."""
-
-    run: int
-    error: Exception
-
-
-Event = Prefilled | Delta | Ended | PromptDone | PromptFailed
+Event = Prefilled | Delta | Ended | PromptOver
 Emit = Callable[[Event], object]
 
 
@@ -81,6 +72,7 @@ class Choice:
     told: int = 0
     """The number of `sampled` tokens that deltas have carried."""
     finish: str = "cancelled"
+    """"stop", "length", "tool_calls" or "cancelled"."""
     first_at: float = 0.0
     last_at: float = 0.0
     silent: int = 0
@@ -97,7 +89,6 @@ class PromptRun:
     prompt: Prompt
     choices: list[Choice]
     options: GenerationOptions
-    end_tokens: frozenset[int]
     emit: Emit
     between: Callable[[float], None] | None
     """Called with the seconds between two tokens of a choice."""
@@ -108,18 +99,20 @@ class PromptRun:
     position: int = 0
     """Prompt tokens that are ready."""
     cost: Cost | None = None
+    """The work that the prompt took, once all of its choices have ended."""
     error: Exception | None = None
+    """The reason why the prompt cannot be answered."""
     miss: dict[str, Any] | None = None
     """The reason why no more of the prompt was reused, in words and figures."""
 
     def fetched(self, done: int, total: int) -> None:
-        self._emit(Prefilled(self.number, done, total, is_fetch=True))
+        self.emit(Prefilled(self.number, done, total, is_fetch=True))
 
     def prefilled(self, done: int, total: int) -> None:
         if self.resumed is None or done != self.position:
             self.resumed = done if self.resumed is None else self.resumed
             self.position = done
-            self._emit(Prefilled(self.number, done, total))
+            self.emit(Prefilled(self.number, done, total))
 
     def token(self, choice: int, sampled: Sampled) -> bool:
         chosen, options, now = self.choices[choice], self.options, time.perf_counter()
@@ -136,7 +129,7 @@ class PromptRun:
             if piece.parts[0].kind == "thinking":
                 chosen.reasoning_tokens += chosen.silent
             chosen.silent = 0
-        logged = options.top_logprobs is not None and sampled.token not in self.end_tokens
+        logged = options.top_logprobs is not None and sampled.token not in chosen.answer.ends
         if logged or options.every_token:
             chosen.sampled.append(sampled)
         if piece.parts or options.every_token:
@@ -154,16 +147,15 @@ class PromptRun:
         stopped = reason == "stop" or chosen.answer.stopped_by is not None
         called = stopped and bool(chosen.answer.calls)
         chosen.finish = "tool_calls" if called else "stop" if stopped else reason
-        self._emit(Ended(self.number * len(self.choices) + choice, chosen.finish))
+        self.emit(Ended(self.number * len(self.choices) + choice))
 
     def done(self, report: Cost) -> None:
-        failed = self.error
-        self._emit(
-            PromptDone(self.number, report) if failed is None else PromptFailed(self.number, failed)
-        )
+        self.cost = report if self.error is None else None
+        self.emit(PromptOver(self.number))
 
     def failed(self, error: Exception) -> None:
-        self._emit(PromptFailed(self.number, error))
+        self.error = error
+        self.emit(PromptOver(self.number))
 
     def _tell(self, choice: int, parts: Sequence[Part]) -> None:
         if self.options.stream:
@@ -171,13 +163,7 @@ class PromptRun:
             sampled = chosen.sampled[chosen.told :]
             chosen.told = len(chosen.sampled)
             if parts or sampled:
-                self._emit(Delta(self.number * len(self.choices) + choice, parts, sampled))
-
-    def _emit(self, event: Event) -> None:
-        try:
-            self.emit(event)
-        except RuntimeError:
-            log.debug("an answer came after its event loop was closed")
+                self.emit(Delta(self.number * len(self.choices) + choice, parts, sampled))
 
 
 def nowhere(event: Event) -> None:
@@ -191,8 +177,10 @@ class Generation:
     asked: Chat | Text
     options: GenerationOptions
     runs: list[PromptRun] = field(default_factory=list)
-    pending: dict[int, Request] = field(default_factory=dict)
-    """The requests that are not over, by the number of their run."""
+    requests: list[Request] = field(default_factory=list)
+    """The requests of the runs."""
+    pending: set[int] = field(default_factory=set)
+    """The numbers of the runs whose requests were submitted and are not over."""
 
     @property
     def over(self) -> bool:
@@ -212,16 +200,24 @@ class Generation:
 
     def take(self, event: Event) -> PromptRun | None:
         """Note an event that is about to be read. Returns the run that ends with it."""
-        if not isinstance(event, (PromptDone, PromptFailed)):
+        if not isinstance(event, PromptOver):
             return None
         run = self.runs[event.run]
-        if isinstance(event, PromptDone):
-            run.cost = event.cost
-        else:
-            run.error = event.error
         run.emit = nowhere  # it refers to the reader, which refers to the run
-        self.pending.pop(event.run, None)
+        self.pending.discard(event.run)
         return run
+
+    def with_answer(self, run: PromptRun) -> Chat | None:
+        """Give the chat with its answer, as the next turn has it. None where there is not one
+        complete answer."""
+        chat, choice = self.chat, run.choices[0]
+        if chat is None or len(run.choices) > 1 or choice.finish not in ("stop", "tool_calls"):
+            return None
+        before, answer = chat.messages, chat.returned(choice.answer)
+        if chat.continue_final:
+            *before, begun = before
+            answer["content"] = f"{begun['content']}{answer['content']}"
+        return replace(chat, messages=[*before, answer], continue_final=False)
 
 
 @dataclass(eq=False)

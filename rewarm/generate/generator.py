@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Generator as Events
 from dataclasses import replace
 from functools import cached_property
-from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from rewarm.cache.model import checked_tokens
 from rewarm.engine import Core, Engine, PromptPath, Request
@@ -17,6 +16,7 @@ from rewarm.errors import InvalidOption
 from rewarm.options import ServerOptions
 from rewarm.prompt.chat import Chat, Text
 from rewarm.prompt.parse.answer import Answer
+from rewarm.prompt.parse.readers import initial_state
 from rewarm.prompt.parse.texts import TokenTexts
 from rewarm.prompt.render.renderer import ChatRenderer, Prompt
 
@@ -24,46 +24,6 @@ from .generation import Choice, Emit, Event, Generation, PromptRun, Reading
 from .options import GenerationOptions
 
 log = logging.getLogger("rewarm")
-
-
-class Pump(Protocol):
-    def next(self, events: SimpleQueue[Event]) -> Event | None:
-        """Wait for the next event, on the reader's thread. With None, call it again."""
-
-
-class ThreadPump:
-    """A pump for an engine that has a thread of its own."""
-
-    def next(self, events: SimpleQueue[Event]) -> Event:
-        return events.get()
-
-
-class CallerPump:
-    """A pump that turns the engine on the reader's own thread.
-
-    An exception in a turn ends all that runs, and is raised to the reader.
-    """
-
-    def __init__(self, core: Core) -> None:
-        self.core = core
-
-    def next(self, events: SimpleQueue[Event]) -> Event | None:
-        if events.empty():
-            self.turn()
-        return None if events.empty() else events.get()
-
-    def warm_up(self) -> None:
-        """Turn until all warm-ahead is computed."""
-        while self.core.stats().warm_waiting:
-            self.turn()
-
-    def turn(self) -> None:
-        self.core.wait()  # a fetch from a lower tier may be under way
-        try:
-            self.core.turn()
-        except BaseException as error:
-            self.core.recover(error, keep=False)
-            raise
 
 
 class NoToolCalls(InvalidOption):
@@ -75,27 +35,19 @@ class NoToolCalls(InvalidOption):
 class Generator:
     """A generator makes prompts of chats, runs them on an engine, and makes answers of tokens.
 
-    The engine may still be loading: until it is ready, methods that need it raise NotReady.
+    The engine may still be loading: until it is ready, methods that need it raise NotReady. A core
+    without a thread of its own is turned on the thread that reads the events.
     """
 
     def __init__(
         self,
         engine: Engine | Core,
-        pump: Pump | None = None,
-        *,
-        template: Mapping[str, Any] | None = None,
-        max_answer: int = ServerOptions.max_answer,
-        warm_ahead: bool = True,
+        options: ServerOptions | None = None,
         between: Callable[[float], None] | None = None,
     ) -> None:
-        """`template`: options of the chat template, unless a chat sets others. `max_answer`: the
-        longest answer in tokens, unless another limit is asked for. `between` is called with the
-        seconds between two tokens."""
+        """`between` is called with the seconds between two tokens."""
         self.engine = engine
-        self.pump = pump or ThreadPump()
-        self.template = template
-        self.max_answer = max_answer
-        self.warm_ahead = warm_ahead
+        self.options = options or ServerOptions()
         self.between = between
 
     @property
@@ -115,21 +67,11 @@ class Generator:
     def texts(self) -> TokenTexts:
         return TokenTexts(self.tokenizer)
 
-    @cached_property
-    def end_tokens(self) -> frozenset[int]:
-        return frozenset(int(token) for token in self.tokenizer.eos_token_ids)
-
     # Events, one by one.
 
-    def generate(
-        self, asked: Chat | Text, options: GenerationOptions | None = None
-    ) -> Iterator[Event]:
-        """Answer, event by event."""
-        return self.events(self.start(asked, options))
-
-    def start(self, asked: Chat | Text, options: GenerationOptions | None = None) -> Reading:
+    def start(self, asked: Chat | Text, options: GenerationOptions) -> Reading:
         """Start an answer. `events` gives its events."""
-        generation = Reading(asked, options or GenerationOptions(stream=True))
+        generation = Reading(asked, options)
         self.prepare(generation, generation.events.put)
         self.submit(generation)
         return generation
@@ -143,14 +85,31 @@ class Generator:
             while generation.pending:
                 if cancel is not None and cancel.is_set():
                     self.cancel(generation)
-                if (event := self.pump.next(generation.events)) is not None:
-                    generation.take(event)
+                if (event := self._next(generation)) is not None:
                     yield event
         finally:
             self.cancel(generation)
             while generation.pending:
-                if (event := self.pump.next(generation.events)) is not None:
-                    generation.take(event)
+                self._next(generation)
+
+    def turn(self) -> None:
+        """Turn a core that has no thread. An exception ends all that runs, and is raised."""
+        self.core.wait()  # a fetch from a lower tier may be under way
+        try:
+            self.core.turn()
+        except BaseException as error:
+            self.core.recover(error, keep=False)
+            raise
+
+    def _next(self, generation: Reading) -> Event | None:
+        """Wait for the next event and take it. None where a turn of the core brought none."""
+        if generation.events.empty() and isinstance(self.engine, Core):
+            self.turn()
+            if generation.events.empty():
+                return None
+        event = generation.events.get()
+        generation.take(event)
+        return event
 
     # Steps of an answer. The first takes a while; none of them waits for the engine.
 
@@ -165,66 +124,48 @@ class Generator:
             )
         for number, prompt in enumerate(self.prompts(asked)):
             choices = [Choice(self._answer(prompt, chat, options)) for _ in range(options.n)]
-            run = PromptRun(number, prompt, choices, options, self.end_tokens, emit, self.between)
+            run = PromptRun(number, prompt, choices, options, emit, self.between)
             if isinstance(asked, Text) and asked.echo:
                 given = asked.prompts[number]
                 run.echo = given if isinstance(given, str) else self.tokenizer.decode(list(given))
             generation.runs.append(run)
-            generation.pending[number] = self._request(run, chat)
+            generation.requests.append(self._request(run, chat))
 
     def submit(self, generation: Generation) -> None:
         """Queue the requests: all of them, or none. Raises what the engine's `submit` does."""
         wanted, most = len(generation.choices), self.core.options.max_queue
-        for number, request in list(generation.pending.items()):
-            try:
-                if wanted > most:
-                    raise InvalidOption(
-                        f"{wanted} answers at once: the queue takes {most}; ask for fewer"
-                    )
+        if wanted > most:
+            raise InvalidOption(f"{wanted} answers at once: the queue takes {most}; ask for fewer")
+        try:
+            for number, request in enumerate(generation.requests):
                 self.core.submit(request)
-            except Exception:
-                for later in range(number, len(generation.runs)):
-                    del generation.pending[later]
-                del generation.runs[number:]
-                self.cancel(generation)
-                raise
+                generation.pending.add(number)
+        except Exception:
+            self.cancel(generation)
+            raise
 
     def cancel(self, generation: Generation) -> None:
         """Stop what still runs. What was computed is kept."""
-        for request in list(generation.pending.values()):
-            self.core.cancel(request)
+        for number in generation.pending:
+            self.core.cancel(generation.requests[number])
 
     def answered(self, generation: Generation, run: PromptRun) -> None:
         """Prepare the cache for the next turn, once a run is over. This takes a while."""
-        chat = generation.chat
-        if chat is None:
+        if generation.chat is None:
             return
         prompt, salt = run.prompt, generation.options.salt
         try:
             if all(choice.finish == "stop" for choice in run.choices):
                 # A tool's result comes in seconds, a person's next message in minutes.
                 self.core.mark_idle(PromptPath(prompt.tokens, prompt.boundaries, salt))
-            ahead = self.ahead(generation, run) if self.warm_ahead else None
-            if ahead is not None:
-                self.core.warm(PromptPath(ahead.tokens, ahead.boundaries, salt))
+            chat = generation.with_answer(run) if self.options.warm_ahead else None
+            if chat is not None:
+                every_turn = self.core.cache.reuse == "exact"
+                ahead = self.renderer.ahead(self._whole(chat), every_turn=every_turn)
+                if ahead is not None:
+                    self.core.warm(PromptPath(ahead.tokens, ahead.boundaries, salt))
         except Exception:
             log.debug("no warm-ahead for this answer", exc_info=True)
-
-    def ahead(self, generation: Generation, run: PromptRun) -> Prompt | None:
-        """Render the beginning of the next turn's prompt, where an answer has ended by itself or
-        with a tool call."""
-        chat, choice = generation.chat, run.choices[0]
-        if chat is None or len(run.choices) > 1 or run.error is not None:
-            return None
-        if choice.finish not in ("stop", "tool_calls"):
-            return None
-        answer = chat.returned(choice.answer)
-        before = chat.messages
-        if chat.continue_final:
-            *before, begun = before
-            answer["content"] = f"{begun['content']}{answer['content']}"
-        said = replace(self._whole(chat), messages=[*before, answer], continue_final=False)
-        return self.renderer.ahead(said, every_turn=self.core.cache.reuse == "exact")
 
     # Prompts and answers.
 
@@ -240,9 +181,9 @@ class Generator:
         return self.renderer.prompt(self._whole(chat), every_turn=every_turn)
 
     def _whole(self, chat: Chat) -> Chat:
-        if not self.template:
+        if not self.options.chat_template_args:
             return chat
-        return replace(chat, template={**self.template, **chat.template})
+        return replace(chat, template={**self.options.chat_template_args, **chat.template})
 
     def _tokens(self, given: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(given, str):
@@ -266,31 +207,21 @@ class Generator:
 
     def _request(self, run: PromptRun, chat: Chat | None) -> Request:
         prompt, options = run.prompt, run.options
-        # The room that the prompt leaves in the context. If there is none, the engine refuses the
-        # request.
-        left = max(1, self.core.context - len(prompt.tokens))
         must_call = chat is not None and chat.must_call
+        answer = prompt.tokens[prompt.generation :]
+        thinks = must_call and initial_state(self.tokenizer, answer) == "reasoning"
         return Request(
             tokens=prompt.tokens,
             sink=run,
-            max_tokens=min(options.max_tokens or self.max_answer, left),
+            max_tokens=options.max_tokens or self.options.max_answer,
             sampling=options.sampling,
             n=options.n,
             boundaries=prompt.boundaries,
             marks=prompt.marks,
             top_logprobs=options.top_logprobs,
-            end_tokens=self.end_tokens,
+            end_tokens=run.choices[0].answer.ends,
             opening=tuple(self.tokenizer.tool_call_start_tokens) if must_call else (),
-            opens_after=self._end_of_thinking(prompt) if must_call else (),
+            opens_after=tuple(self.tokenizer.think_end_tokens or ()) if thinks else (),
             salt=options.salt,
             hint=options.hint,
         )
-
-    def _end_of_thinking(self, prompt: Prompt) -> tuple[int, ...]:
-        """Give the tokens that end the thinking, where the prompt leaves it open."""
-        if not self.tokenizer.has_thinking:
-            return ()
-        tokens = prompt.tokens[prompt.generation :].tolist()
-        if self.tokenizer.rfind_think_start(tokens) > self.tokenizer.rfind_think_end(tokens):
-            return tuple(self.tokenizer.think_end_tokens)
-        return ()

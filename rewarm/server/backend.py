@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from rewarm.engine import Engine
-from rewarm.generate.generation import PromptDone, PromptRun
+from rewarm.generate.generation import PromptOver, PromptRun
 from rewarm.generate.generator import Generator
 from rewarm.generate.why.advisor import Advisor
 from rewarm.generate.why.labels import Labels
@@ -43,13 +43,7 @@ class Backend:
         self.options = options
         self.metrics = Metrics(engine, options.model_name, generating)
         self.activity = Activity()
-        self.generator = Generator(
-            engine,
-            template=options.chat_template_args,
-            max_answer=options.max_answer,
-            warm_ahead=options.warm_ahead,
-            between=self.metrics.between.observe,
-        )
+        self.generator = Generator(engine, options, self.metrics.between.observe)
         self.advisor = Advisor(self.generator)
         self._pool = ThreadPoolExecutor(THREADS, "rewarm-prompt")
         self._large = ThreadPoolExecutor(1, "rewarm-large-prompt")
@@ -100,13 +94,13 @@ class Backend:
         """Wait until every request answered so far is described and remembered."""
         await asyncio.get_running_loop().run_in_executor(self._explaining, lambda: None)
 
-    def describe(self, work: Work, done: PromptDone, miss: Miss) -> None:
+    def describe(self, work: Work, over: PromptOver, miss: Miss) -> None:
         """Deliver the end of a prompt once its miss is described. Called on the engine's thread."""
-        work.runs[done.run].miss = {"reason": miss.reason}
+        work.runs[over.run].miss = {"reason": miss.reason}
         try:
-            self._explaining.submit(self._describe, work, done, miss)
+            self._explaining.submit(self._describe, work, over, miss)
         except RuntimeError:  # the server is stopping
-            work.loop.call_soon_threadsafe(work.deliver, done)
+            work.hand_over(over)
 
     def note_run(self, work: Work, run: PromptRun) -> None:
         """Take note of a prompt that is answered, or has failed."""
@@ -125,14 +119,13 @@ class Backend:
         if exchange.work is not None:
             self.activity.finish(exchange.work, status)
 
-    def _describe(self, work: Work, done: PromptDone, miss: Miss) -> None:
-        run, salt = work.runs[done.run], work.options.salt
+    def _describe(self, work: Work, over: PromptOver, miss: Miss) -> None:
+        run, salt = work.runs[over.run], work.options.salt
         try:
             run.miss = self.advisor.described(miss, run.prompt, work.chat, salt)
         except Exception:
             log.exception("a miss could not be described")
-        with suppress(RuntimeError):  # the event loop is closed
-            work.loop.call_soon_threadsafe(work.deliver, done)
+        work.hand_over(over)
 
     def _pool_for(self, exchange: Exchange) -> ThreadPoolExecutor:
         return self._large if exchange.size > LARGE else self._pool

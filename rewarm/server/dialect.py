@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rewarm.generate.generation import Delta, Ended, Event, Generation, Prefilled, PromptFailed
+from rewarm.generate.generation import Delta, Ended, Event, Generation, Prefilled, PromptOver
 from rewarm.prompt.parse.texts import TokenTexts
 from rewarm.values import Cost
 
@@ -100,9 +100,11 @@ class Dialect(ABC):
                 return self.progress(event)
             case Ended():
                 return self.ended(event)
-            case PromptFailed():
-                self.work.abandon()
-                return self.failure(event.error)
+            case PromptOver():
+                error = self.work.runs[event.run].error
+                if error is not None:
+                    self.work.abandon()
+                    return self.failure(error)
         return ""
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from rewarm.generate.generation import Event, Generation, PromptDone
+from rewarm.generate.generation import Event, Generation, PromptOver
 
 from .errors import ApiError, as_api_error
 from .exchange import Exchange
@@ -43,10 +43,18 @@ class Work(Generation):
 
     def send(self, event: Event) -> None:
         """Take an event. Called on the engine's thread."""
-        if isinstance(event, PromptDone) and event.cost.miss is not None:
-            self.backend.describe(self, event, event.cost.miss)
-        else:
+        if isinstance(event, PromptOver):
+            cost = self.runs[event.run].cost
+            if cost is not None and cost.miss is not None:
+                return self.backend.describe(self, event, cost.miss)
+        self.hand_over(event)
+
+    def hand_over(self, event: Event) -> None:
+        """Bring an event to the event loop, from another thread."""
+        try:
             self.loop.call_soon_threadsafe(self.deliver, event)
+        except RuntimeError:
+            log.debug("an answer came after its event loop was closed")
 
     def deliver(self, event: Event) -> None:
         """Give an event to the reader, if it is still there."""

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rewarm import PrefixCache
-from rewarm.engine import Core, EngineParts
+from rewarm.engine import Core, EngineParts, PromptPath
 from rewarm.errors import InvalidOption
-from rewarm.generate.generation import Delta, Ended, Event, Prefilled, PromptDone
-from rewarm.generate.generator import CallerPump, Generator
+from rewarm.generate.generation import Delta, Ended, Event, Prefilled, PromptOver
+from rewarm.generate.generator import Generator
 from rewarm.generate.options import GenerationOptions
 from rewarm.options import EngineOptions
 from rewarm.prompt.chat import Chat, Text
@@ -39,8 +39,13 @@ def turning() -> Iterator[Generator]:
     model = tiny_model()
     loaded = EngineParts(model, tool_tokenizer(), PrefixCache(model, memory="64MB", chunk=64))
     core = Core(loaded, EngineOptions(max_batch=2))
-    yield Generator(core, CallerPump(core))
+    yield Generator(core)
     core.close()
+
+
+def answered(generator: Generator, max_tokens: int) -> list[Event]:
+    options = GenerationOptions(max_tokens=max_tokens, stream=True)
+    return list(generator.events(generator.start(CHAT, options)))
 
 
 HOWS = pytest.mark.parametrize("how", [waiting, turning])
@@ -49,22 +54,19 @@ HOWS = pytest.mark.parametrize("how", [waiting, turning])
 @HOWS
 def test_events_come_in_order_and_end_with_the_cost(how: Any) -> None:
     with how() as generator:
-        events: list[Event] = list(
-            generator.generate(CHAT, GenerationOptions(max_tokens=5, stream=True))
-        )
-        kinds = [type(event) for event in events]
+        generation = generator.start(CHAT, GenerationOptions(max_tokens=5, stream=True))
+        kinds = [type(event) for event in generator.events(generation)]
         assert kinds[0] is Prefilled
-        assert kinds[-2:] == [Ended, PromptDone]
-        assert kinds == sorted(kinds, key=[Prefilled, Delta, Ended, PromptDone].index)
-        done = events[-1]
-        assert isinstance(done, PromptDone)
-        assert done.cost.match.resume + done.cost.prefilled == done.cost.match.tokens
+        assert kinds[-2:] == [Ended, PromptOver]
+        assert kinds == sorted(kinds, key=[Prefilled, Delta, Ended, PromptOver].index)
+        (cost,) = generation.costs
+        assert cost.match.resume + cost.prefilled == cost.match.tokens
 
 
 @HOWS
 def test_both_ways_to_turn_the_engine_give_the_same_answer(how: Any) -> None:
     def text(generator: Generator) -> str:
-        events = generator.generate(CHAT, GenerationOptions(max_tokens=12, stream=True))
+        events = answered(generator, max_tokens=12)
         return "".join(e.reasoning + e.text for e in events if isinstance(e, Delta))
 
     with how() as generator, waiting() as other:
@@ -88,7 +90,8 @@ def test_closing_the_events_stops_the_work_and_keeps_what_was_computed(how: Any)
 @HOWS
 def test_texts_are_answered_together_or_not_at_all(how: Any) -> None:
     with how() as generator:
-        generation = generator.start(Text(["Once", "Twice"], echo=True))
+        options = GenerationOptions(stream=True)
+        generation = generator.start(Text(["Once", "Twice"], echo=True), options)
         for _ in generator.events(generation):
             if any(choice.tokens > 2 for choice in generation.choices):
                 generator.cancel(generation)
@@ -111,7 +114,7 @@ def test_a_generation_that_is_over_is_freed_without_a_collector(how: Any) -> Non
             held = [weakref.ref(generation), weakref.ref(generation.runs[0])]
             del generation
             # The engine drops a request at the end of the turn in which the request ended.
-            list(generator.generate(CHAT, GenerationOptions(max_tokens=1)))
+            answered(generator, max_tokens=1)
             if isinstance(generator.engine, ScriptedEngine):
                 generator.engine.requests.clear()
             assert [ref() for ref in held] == [None, None]
@@ -125,8 +128,10 @@ def test_the_next_turn_is_warmed_as_it_will_be_sent() -> None:
         generator.engine.script = f"</think>At the pier.{END}"
         generation = generator.start(CHAT, GenerationOptions(max_tokens=60, stream=True))
         list(generator.events(generation))
-        ahead = generator.ahead(generation, generation.runs[0])
-        assert ahead is not None
+        warmed: list[PromptPath] = []
+        generator.core.warm = warmed.append  # type: ignore[method-assign]
+        generator.answered(generation, generation.runs[0])
+        (ahead,) = warmed
         said = generation.choices[0].answer.message()
         after = Chat([*CHAT.messages, said, {"role": "user", "content": "And the crane?"}])
         sent = generator.render(after).tokens

@@ -15,8 +15,7 @@ from rewarm.generate.generation import (
     Ended,
     Event,
     Prefilled,
-    PromptDone,
-    PromptFailed,
+    PromptOver,
     PromptRun,
 )
 from rewarm.generate.options import GenerationOptions
@@ -67,9 +66,9 @@ def work_of(**options: Any) -> tuple[Work, PromptRun, Nobody]:
     work = Work(chat, given, exchange=exchange, backend=nobody)  # type: ignore[arg-type]
     prompt = Prompt(np.array(TOKENIZER.encode("Hello?"), dtype=np.int32))
     choice = Choice(Answer(TOKENIZER, prompt.tokens, stop=given.stop))
-    run = PromptRun(0, prompt, [choice], given, frozenset(), work.send, lambda seconds: None)
+    run = PromptRun(0, prompt, [choice], given, work.send, lambda seconds: None)
     work.runs.append(run)
-    work.pending[0] = object()  # type: ignore[assignment]
+    work.pending.add(0)
     return work, run, nobody
 
 
@@ -91,19 +90,22 @@ def test_tokens_become_events_in_order() -> None:
         return await events_of(work)
 
     events = asyncio.run(run())
-    assert [type(e) for e in events] == [Prefilled, Delta, Delta, Ended, PromptDone]
+    assert [type(e) for e in events] == [Prefilled, Delta, Delta, Ended, PromptOver]
     assert "".join(p.text for e in events if isinstance(e, Delta) for p in e.parts) == "ab"
 
 
 def test_an_answer_that_cannot_be_read_to_its_end_fails_its_request() -> None:
-    async def run() -> list[Event]:
+    async def run() -> PromptRun:
         work, sink, _ = work_of()
         sink.choices[0].answer.finish = None  # type: ignore[assignment, method-assign]
         sink.ended(0, "stop")  # nothing was raised
         sink.done(COST)
-        return await events_of(work)
+        assert isinstance((await events_of(work))[-1], PromptOver)
+        return sink
 
-    assert isinstance(asyncio.run(run())[-1], PromptFailed)
+    failed = asyncio.run(run())
+    assert failed.error is not None
+    assert failed.cost is None
 
 
 def test_a_closed_event_loop_is_survived() -> None:
@@ -115,8 +117,8 @@ def test_a_closed_event_loop_is_survived() -> None:
     sink.token(0, token("a"))
     sink.ended(0, "stop")
     sink.done(COST)
+    assert (sink.choices[0].finish, sink.cost) == ("stop", COST)
     sink.failed(ValueError("late"))
-    assert (sink.choices[0].finish, sink.error) == ("stop", None)
 
 
 def test_silence_is_told_and_leaving_cancels() -> None:
@@ -129,7 +131,7 @@ def test_silence_is_told_and_leaving_cancels() -> None:
         assert work.abandoned
         sink.ended(0, "cancelled")
         sink.done(COST)
-        assert [type(e) for e in await anext(batches)] == [Ended, PromptDone]
+        assert [type(e) for e in await anext(batches)] == [Ended, PromptOver]
         with pytest.raises(StopAsyncIteration):
             await anext(batches)
 

@@ -26,7 +26,7 @@ from rewarm.errors import InvalidOption, NotReady, RewarmError
 from rewarm.generate.generation import Reading
 from rewarm.generate.generator import Generator
 from rewarm.generate.options import GenerationOptions
-from rewarm.options import EngineOptions
+from rewarm.options import EngineOptions, ServerOptions
 from rewarm.prompt.chat import chat_of
 from rewarm.prompt.parse.answer import Answer
 from rewarm.prompt.render.renderer import ChatRenderer
@@ -78,7 +78,7 @@ class Examiner:
     """Asks an engine questions, many at a time."""
 
     def __init__(self, engine: Engine) -> None:
-        self.generator = Generator(engine, warm_ahead=False)
+        self.generator = Generator(engine, ServerOptions(warm_ahead=False))
 
     def ask(self, questions: list[Question]) -> Iterator[Question]:
         """Ask all questions and yield each one when its answer is complete."""

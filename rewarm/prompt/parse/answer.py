@@ -108,7 +108,7 @@ class Answer(AnswerParts):
         self.stopped_by: str | None = None
         self._reader: Reader = PlainReader() if raw else reader_of(tokenizer, prompt, tools)
         self._stops = Stops([stop] if isinstance(stop, str) else stop)
-        self._ends = frozenset(tokenizer.eos_token_ids)
+        self.ends = frozenset(tokenizer.eos_token_ids)
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer
         self._finished = False
@@ -120,7 +120,7 @@ class Answer(AnswerParts):
 
     def add(self, token: int) -> Increment:
         """Take a token of the answer. One that ends it adds no text."""
-        if self._finished or self.stopped_by is not None or token in self._ends:
+        if self._finished or self.stopped_by is not None or token in self.ends:
             return NOTHING
         return self._take(self._reader.feed(self._segment(token)))
 

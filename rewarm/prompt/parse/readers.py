@@ -46,7 +46,7 @@ class MlxReader:
         self._tools = tools
         self._parse = tokenizer.tool_parser or (lambda text, tools: json.loads(text))
         self._markers = (tokenizer.tool_call_start or "", tokenizer.tool_call_end or "")
-        initial = _initial_state(tokenizer, prompt)
+        initial = initial_state(tokenizer, prompt)
         self._state: Any = make_text_state_machine(tokenizer).make_state(initial)
         self._was: str | None = initial
         self._call = ""
@@ -218,7 +218,7 @@ def call_of(parsed: Any) -> Call:
     }
 
 
-def _initial_state(tokenizer: Any, prompt: Tokens) -> str:
+def initial_state(tokenizer: Any, prompt: Tokens) -> str:
     """Find the state in which the answer begins: the template may have opened the thinking."""
     found: str | None = tokenizer.response_initial_state
     if found:

@@ -95,7 +95,7 @@ class OpenAIDialect(Dialect):
     def ended(self, event: Ended) -> str:
         before = self._released()
         choice = self.part(event.choice, self.nothing)
-        choice["finish_reason"] = finish_reason(event.finish)
+        choice["finish_reason"] = finish_reason(self.work.choices[event.choice].finish)
         self._held = self._chunk(choice)
         return before
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rewarm.errors import InvalidPrompt
-from rewarm.generate.why.place import Location, locate
-from rewarm.prompt.messages import normalised
+from rewarm.generate.why.miss import Location, locate
+from rewarm.prompt.chat import chat_of
 from rewarm.prompt.render.renderer import ChatRenderer
 from rewarm.prompt.text import common_tokens
 from tests import corpus
@@ -73,7 +73,7 @@ def test_a_change_is_found_in_the_message_it_was_made_in(template: str) -> None:
         located = {e.index for e in prompt.ends}
         if located and (expected.message not in located or at == len(first.tokens)):
             continue  # the template rewrites or leaves out that message
-        found = locate(tokenizer, prompt, normalised(chat), None, at)
+        found = locate(tokenizer, prompt, chat_of(chat), at)
         # The first word of a text may be one token with the end of its header.
         text = CHAT[expected.message or 0]["content"]
         merged = text.startswith(words) and not str(tokenizer.decode([prompt.tokens[at]])).isalpha()
@@ -92,7 +92,7 @@ def test_thinking_calls_and_tools_have_fields_of_their_own() -> None:
     def place(chat: list[dict[str, Any]], tools: list[Any]) -> Location:
         prompt = renderer.render(chat, tools)
         at = common_tokens(first.tokens, prompt.tokens)
-        return locate(tokenizer, prompt, normalised(chat), tools, at)
+        return locate(tokenizer, prompt, chat_of(chat, tools), at)
 
     thinking = copy.deepcopy(loop)
     thinking[4]["reasoning_content"] = "It must be on the wall."
@@ -113,5 +113,5 @@ def test_where_the_answer_begins_is_no_message() -> None:
     tokenizer = tokenizer_of("chatml")
     renderer = ChatRenderer(tokenizer)
     prompt = renderer.render(CHAT[:2])
-    found = locate(tokenizer, prompt, normalised(CHAT[:2]), None, len(prompt.tokens) - 1)
+    found = locate(tokenizer, prompt, chat_of(CHAT[:2]), len(prompt.tokens) - 1)
     assert found == Location("generation", role="assistant")

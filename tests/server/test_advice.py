@@ -6,8 +6,12 @@ import json
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from rewarm.generate.why import advisor
+from rewarm.generate.why.advisor import RecentChat, RecentChats
+from rewarm.prompt.chat import Chat
 from tests.server.servers import running
 from tests.tiny import END
 
@@ -244,22 +248,21 @@ def test_another_tenants_words_are_never_shown(
     assert shown["advice"][0]["stored"] == MONDAY
 
 
-def test_what_is_remembered_of_chats_is_bounded() -> None:
-    import numpy as np
+def test_what_is_remembered_of_chats_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advisor, "MOST", 5)
+    monkeypatch.setattr(advisor, "MOST_TOKENS", 1000)
+    recent, chats = RecentChats(), list[RecentChat]()
 
-    from rewarm.generate.why.recent import RecentChat, RecentChats
-    from rewarm.prompt.chat import Chat
+    def remembered(*sizes: int) -> int:
+        """Count the chats of tenants of their own that are still known."""
+        for size in sizes:
+            asked = Chat([{"role": "user", "content": "Hello?"}])
+            salt, tokens = str(len(chats)), np.zeros(size, np.int32)
+            chats.append(RecentChat(f"request {salt}", salt, asked, tokens, size))
+            recent.add(chats[-1])
+        known = [recent.nearest(chat.salt, chat.chat, chat.tokens) for chat in chats]
+        return len(known) - known.count(None)
 
-    recent = RecentChats(most=5, most_tokens=1000)
-
-    def chat(i: int, size: int) -> RecentChat:
-        asked = Chat([{"role": "user", "content": str(i)}])
-        return RecentChat(str(i), None, asked, np.full(size, i, np.int32), size)
-
-    for i in range(20):
-        recent.add(chat(i, 10))
-    assert len(recent) == 5
-    recent.add(chat(99, 970))
-    assert len(recent) == 4
-    recent.add(chat(100, 5000))
-    assert len(recent) == 0
+    assert remembered(*[10] * 20) == 5
+    assert remembered(970) == 4
+    assert remembered(5000) == 0

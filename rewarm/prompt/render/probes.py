@@ -68,7 +68,7 @@ def in_a_loop(tools: list[Any] | None) -> tuple[ProbeEnding, ...]:
 
 
 def called(tools: list[Any] | None, thought: str | None = None) -> Ending:
-    name = _name(tools[0]) if tools else NAME
+    name = tool_name(tools[0]) if tools else NAME
     call = {
         "id": CALL_ID,
         "type": "function",
@@ -80,7 +80,7 @@ def called(tools: list[Any] | None, thought: str | None = None) -> Ending:
     return (message, *results([call], RESULTS[0]))
 
 
-def _name(tool: Any) -> str:
+def tool_name(tool: Any) -> str:
     """Give the name of a tool: templates may look it up."""
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None

@@ -45,7 +45,8 @@ class Generator:
         options: ServerOptions | None = None,
         between: Callable[[float], None] | None = None,
     ) -> None:
-        """`between` is called with the seconds between two tokens."""
+        """`options` has the template's options, the longest answer, and whether the next turn is
+        warmed. `between` is called with the seconds between two tokens."""
         self.engine = engine
         self.options = options or ServerOptions()
         self.between = between

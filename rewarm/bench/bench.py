@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from rewarm.prompt.render.renderer import ChatRenderer
 
@@ -25,8 +21,7 @@ from .client import Answered
 from .figures import ratios
 from .models import RANDOM, placed, tokenizer_of
 from .result import Result
-from .sides import Side, command, other, rewarm
-from .svg import draw_all
+from .sides import Side, other, rewarm
 
 WORDS = ["river", "stone", "winter", "market", "garden", "letter", "window", "harbour", "bridge"]
 WORDS += ["summer", "lantern", "copper", "island", "morning", "thunder", "basket", "mirror"]
@@ -34,9 +29,6 @@ WORDS += ["summer", "lantern", "copper", "island", "morning", "thunder", "basket
 Messages = list[dict[str, Any]]
 
 NO_WARM = ("--no-warm-ahead",)
-WIDE = 120
-"""The least number of characters in a line of a table that goes to a file."""
-
 PAUSE = 0.05
 """Seconds between the answer of one side and the request to the next. A server may still be at work
 when its answer is out."""
@@ -53,9 +45,15 @@ class Bench:
     peer: str | None
     rounds: int
     progress: Progress
-    location: str = ""
-    """The folder or the Hugging Face id of the model, as servers take it."""
+    stack: ExitStack
+    """It is closed at the end of the run."""
     draw: random.Random = field(default_factory=lambda: random.Random(0))
+
+    @cached_property
+    def location(self) -> str:
+        """The folder or the Hugging Face id of the model, as servers take it."""
+        with self.steps(f"preparing {self.model}", 1):
+            return self.stack.enter_context(placed(self.model))
 
     @contextmanager
     def sides(self, *options: Sequence[str]) -> Iterator[list[Side]]:
@@ -152,19 +150,6 @@ class Bench:
             yield i, side
 
 
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C: otherwise the servers would run on."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
@@ -185,48 +170,3 @@ def compare_ttft(bench: Bench, got: Sequence[tuple[Side, list[Answered]]]) -> No
             if side.ours and not peer.ours and ours and theirs:
                 found = ratios([r.ttft for r in ours], [r.ttft for r in theirs])
                 bench.result.figures[f"TTFT: {peer.name} over {side.name}, by request"] = str(found)
-
-
-def run(
-    scenario: Callable[[Bench], None],
-    result: Result,
-    *,
-    peer: str | None = None,
-    rounds: int = 3,
-    json: Path | None = None,
-    plot: Path | None = None,
-) -> Result:
-    """Run a scenario. However it ends, what was measured is shown and saved."""
-    if peer is not None:
-        command(peer, "", 0)  # a wrong option is an error before anything is loaded
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    began, interrupted = time.perf_counter(), False
-    try:
-        with (
-            _sigterm_as_ctrl_c(),
-            Progress(
-                *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
-            ) as progress,
-        ):
-            bench = Bench(result, result.model, peer, rounds, progress)
-            with ExitStack() as stack:
-                if result.model:
-                    with bench.steps(f"preparing {result.model}", 1):
-                        bench.location = stack.enter_context(placed(result.model))
-                scenario(bench)
-        result.complete = True
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        result.seconds = time.perf_counter() - began
-        if result.has_rows or interrupted:
-            console = Console()
-            if not console.is_terminal:
-                console.width = max(console.width, WIDE)
-            result.show(console)
-        if json is not None and result.has_rows:
-            result.save(json)
-        if plot is not None and result.has_rows:
-            plot.parent.mkdir(parents=True, exist_ok=True)
-            plot.write_text(draw_all(result.plots))
-    return result

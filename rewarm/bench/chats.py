@@ -5,11 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from .bench import NO_WARM, Bench, Messages, compare_ttft, system, user
 from .client import Answered, hit
 from .figures import common, megabytes, percent
+from .scenario import Answer, SystemLength, Turns, at_least, scenario
 from .sides import Side, other, rewarm
 
 SHOWN_TURNS = (1, 5, 10, 20, 30, 40)
@@ -49,11 +52,17 @@ class Talk:
         return min(shared, len(prompt) - 1) / len(prompt)
 
 
-def chat(bench: Bench, turns: int, answer: int, shared: int, memory: str | None = None) -> None:
-    """Measure a chat in which every turn sends the whole history again.
-
-    It begins with a system prompt of `shared` tokens. `memory` is the budget of another Rewarm
-    beside the others."""
+@scenario("model", "peer")
+def chat(
+    bench: Bench,
+    turns: Turns = 40,
+    answer: Answer = 64,
+    shared: SystemLength = 200,
+    memory: Annotated[
+        str | None, typer.Option(help="Beside it, a Rewarm with this budget, such as 4MB.")
+    ] = None,
+) -> None:
+    """A long chat: hits, times and bytes by turn, with and without warm-ahead."""
     options: list[Sequence[str]] = [(), NO_WARM]
     if memory is not None:
         options.append((*NO_WARM, "--memory", memory))
@@ -102,8 +111,11 @@ def _whole_chats(bench: Bench, talks: list[Talk]) -> None:
     compare_ttft(bench, [(talk.side, talk.replies) for talk in talks])
 
 
-def branch(bench: Bench, turns: int, answer: int) -> None:
-    """Measure a chat, then edits of its earlier turns, and other last questions."""
+@scenario("model", "peer")
+def branch(
+    bench: Bench, turns: Annotated[int, at_least(3, "Turns of the chat.")] = 6, answer: Answer = 24
+) -> None:
+    """Edits and forks at earlier turns of a chat."""
     sheet = bench.result.sheet(
         f"after {turns} turns", "what", "side", "prompt", "hit", "best", "TTFT ms"
     )
@@ -143,8 +155,9 @@ def branch(bench: Bench, turns: int, answer: int) -> None:
                 row(talk, names[i], talk.ask(forks[names[i]](talk.history), answer))
 
 
-def restart(bench: Bench, turns: int, answer: int) -> None:
-    """Measure a chat over a restart: with the disk tier, without it, and with the peer."""
+@scenario("model", "peer")
+def restart(bench: Bench, turns: Turns = 6, answer: Answer = 24) -> None:
+    """The same chat over a restart, with the disk tier."""
     sheet = bench.result.sheet(
         f"{turns} turns, a restart, and the next", "what", "side", "prompt", "hit", "TTFT ms"
     )

@@ -8,20 +8,30 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from rewarm.errors import InvalidOption
 
 from .bench import NO_WARM, Bench, Messages, compare_ttft, system
 from .client import Answered, hit
 from .figures import Spread, amplification, megabytes, percent, ratios
+from .scenario import Answer, SystemLength, at_least, scenario
 from .sides import Side
 
 Seconds = dict[str, dict[str, list[float]]]
 """The seconds of every burst, by "cold" or "again", and by side."""
 
 
-def burst(bench: Bench, parallel: int, shared: int, answer: int) -> None:
-    """Send requests at the same moment over one system prompt: cold, and then others over it."""
+@scenario("model", "peer", "rounds")
+def burst(
+    bench: Bench,
+    parallel: Annotated[int, at_least(1, "Requests at once.")] = 5,
+    shared: SystemLength = 2700,
+    answer: Answer = 16,
+) -> None:
+    """Parallel requests over one system prompt, cold and again."""
     sheet = bench.result.sheet(
         f"{parallel} at once over {shared:,} tokens",
         *("round", "side", "hit", "prefilled", "amplification"),
@@ -84,10 +94,17 @@ def _compare_bursts(bench: Bench, sides: list[Side], seconds: Seconds) -> None:
                 bench.result.figures[f"{name}: {side} takes so many times longer"] = str(found)
 
 
-def agent(bench: Bench, name: str, recorded: list[Messages], answer: int) -> None:
-    """Replay recorded tool loops, each request with the recorded history, in turns."""
+@scenario("model", "peer")
+def agent(
+    bench: Bench,
+    file: Annotated[Path, typer.Argument(help="Conversations as OpenAI messages, JSON.")],
+    conversations: Annotated[int, at_least(1, "Conversations to replay.")] = 4,
+    answer: Answer = 4,
+) -> None:
+    """Recorded tool loops, replayed."""
+    recorded = _read(file)[:conversations]
     sheet = bench.result.sheet(
-        f"{len(recorded)} conversations of {name}",
+        f"{len(recorded)} conversations of {file.name}",
         *("side", "requests", "prompt tokens", "hit", "prefilled", "amplification"),
         *("TTFT ms", "held MB"),
     )
@@ -121,7 +138,7 @@ def agent(bench: Bench, name: str, recorded: list[Messages], answer: int) -> Non
                 times.add(side.name, i + 1, 1e3 * reply.ttft)
 
 
-def conversations(file: Path) -> list[Messages]:
+def _read(file: Path) -> list[Messages]:
     """Read conversations of OpenAI messages: a JSON list of lists, or of objects that hold a
     list."""
     try:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import mlx.core as mx
 import numpy as np
+import typer
 
 import rewarm
 from rewarm.cache import PrefixCache
@@ -24,6 +25,7 @@ from rewarm.values import Tokens
 from .bench import Bench
 from .figures import Spread, ratios
 from .local import Parts, median, milliseconds, prefill, random_tokens
+from .scenario import at_least, names, scenario
 
 PARTS = ("restore", "writer", "open")
 ANSWER = 32
@@ -35,18 +37,28 @@ SERVED = 500
 """Tokens of the prompt that is answered beside the writer."""
 
 
-def disk(bench: Bench, tokens: int, nodes: int, parts: Sequence[str], at: Path | None) -> None:
-    """Measure some of `PARTS`. `at` is the folder to write below, instead of a temporary one."""
+@scenario(model="random:hybrid-wide", rounds=7)
+def disk(
+    bench: Bench,
+    tokens: Annotated[int, at_least(1000, "Tokens of the prompt.")] = 20_000,
+    nodes: Annotated[int, at_least(20, "Nodes of the index to open.")] = 100_000,
+    parts: Annotated[str, typer.Option(help="Parts, with commas.")] = ",".join(PARTS),
+    folder: Annotated[
+        Path | None, typer.Option(help="Write below this folder instead of a temporary one.")
+    ] = None,
+) -> None:
+    """The disk tier: restoring, decoding while it writes, and opening a large index."""
+    wanted = names("--parts", parts, PARTS)
     model, tokenizer = rewarm.load(bench.location)
     prompt = random_tokens(tokens, len(tokenizer))
     measure: dict[str, Callable[[Path], None]] = {
-        "restore": lambda folder: _restore(bench, model, prompt, folder),
-        "writer": lambda folder: _beside_the_writer(bench, model, prompt, folder),
-        "open": lambda folder: _open(bench, nodes, folder),
+        "restore": lambda at: _restore(bench, model, prompt, at),
+        "writer": lambda at: _beside_the_writer(bench, model, prompt, at),
+        "open": lambda at: _open(bench, nodes, at),
     }
-    for part in parts:
-        with tempfile.TemporaryDirectory(prefix="rewarm-bench-", dir=at) as folder:
-            measure[part](Path(folder))
+    for part in wanted:
+        with tempfile.TemporaryDirectory(prefix="rewarm-bench-", dir=folder) as made:
+            measure[part](Path(made))
 
 
 def _cache(model: Any, folder: Path) -> PrefixCache:

@@ -6,10 +6,11 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import mlx.core as mx
 import numpy as np
+import typer
 
 from rewarm import accel
 from rewarm.cache import PrefixCache
@@ -20,6 +21,7 @@ from .bench import Bench
 from .local import Parts, median, prefill, random_tokens
 from .prefix import TAIL
 from .result import Sheet
+from .scenario import at_least, scenario
 
 PASSES = (1, 2, 16, 64, 256, 2048)
 OTHER_TAIL = TAIL + 5
@@ -29,11 +31,18 @@ SHOWN = 20
 """The number of kernels in the table."""
 
 
-def hit(bench: Bench, arch: str, length: int, kernels: Path | None) -> None:
-    """Measure the parts of hits on one long prompt. Each part ends when the device is idle, which
-    a request does not wait for.
-
-    `kernels` is a folder for a trace of one hit; call `prepare_profiler` first."""
+@scenario(rounds=5)
+def hit(
+    bench: Bench,
+    arch: Annotated[str, typer.Option(help="An architecture of random:ARCH.")] = "qwen3.5-0.6b",
+    length: Annotated[int, at_least(1, "Tokens of the prompt.")] = 100_000,
+    kernels: Annotated[
+        Path | None, typer.Option(help="Trace a hit into this folder (CUDA, with PyTorch).")
+    ] = None,
+) -> None:
+    """A hit part by part: look-up, restore, the new tokens, storing them, the first step."""
+    if kernels is not None:
+        _prepare_profiler()
     accel.install()
     model = random_model(arch)
     cache = PrefixCache(model)
@@ -81,7 +90,7 @@ def _passes(bench: Bench, model: Any, cache: PrefixCache, prompt: Tokens, size: 
         sheet.add(count, f"{median(rounds)['pass']:.1f}")
 
 
-def prepare_profiler() -> None:
+def _prepare_profiler() -> None:
     """Make PyTorch's profiler usable: PyTorch must use the GPU before MLX does."""
     import torch
 

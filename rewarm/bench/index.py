@@ -6,6 +6,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
+from typing import Annotated
 
 from mlx_lm.models.cache import PromptTrie
 
@@ -16,6 +17,7 @@ from .bench import Bench
 from .figures import Spread, ratios
 from .local import milliseconds, random_tokens
 from .result import Sheet
+from .scenario import at_least, scenario
 
 VOCABULARY = 150_000
 NODE = 64
@@ -28,8 +30,12 @@ LONGEST = 8.0
 """Seconds for one row of the table. The trie takes seconds for a prompt that diverges early."""
 
 
-def index(bench: Bench, tokens: int) -> None:
-    """Measure the bytes of a token in the index, and matches against one stored prompt."""
+@scenario(rounds=30)
+def index(
+    bench: Bench,
+    tokens: Annotated[int, at_least(100, "Tokens of the stored prompt.")] = 100_000,
+) -> None:
+    """The index alone, beside mlx-lm's trie: bytes of a token, and the time of a match."""
     prompt = random_tokens(tokens, VOCABULARY)
     make_tree, make_trie = partial(_tree_of, prompt), partial(_trie_of, prompt)
     sizes = bench.result.sheet(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import stream_generate
@@ -19,13 +19,18 @@ from .bench import NO_WARM, Bench, Messages, system
 from .client import Answered
 from .figures import Spread, megabytes, ratios, trie_size
 from .result import Plot, Sheet
+from .scenario import Answer, Turns, at_least, scenario
 from .sides import other
 
 
-def memory(bench: Bench, conversations: int, turns: int, answer: int) -> None:
-    """Measure the bytes for each distinct token as conversations grow over one system prompt.
-
-    A peer is sent the same prompts, with our answers in them."""
+@scenario("model", "peer")
+def memory(
+    bench: Bench,
+    conversations: Annotated[int, at_least(1, "Conversations at the same time.")] = 4,
+    turns: Turns = 10,
+    answer: Answer = 32,
+) -> None:
+    """Bytes held for each distinct token as conversations grow."""
     sheet = bench.result.sheet(
         f"{conversations} conversations over one system prompt",
         *("turn", "distinct tokens", "held MB", "bytes a token", "rows alone", "checkpoints"),
@@ -83,8 +88,14 @@ Replies = dict[str, dict[str, list[Answered]]]
 """The answers over HTTP, by the side and the kind of prompt."""
 
 
-def overhead(bench: Bench, length: int, messages: int, answer: int) -> None:
-    """Measure cold prompts and decoding against mlx-lm without any cache, and then over HTTP."""
+@scenario("model", "peer", rounds=5)
+def overhead(
+    bench: Bench,
+    length: Annotated[int, at_least(1, "Tokens of the long message.")] = 4000,
+    messages: Annotated[int, at_least(2, "Messages of the history.")] = 200,
+    answer: Annotated[int, at_least(2, "Tokens of an answer.")] = 64,
+) -> None:
+    """The cost of the cache where nothing is cached: cold prompts and decoding, against mlx-lm."""
     sheet = bench.result.sheet(
         "against mlx-lm without a cache", "what", "rewarm", "mlx-lm", "rewarm / mlx-lm"
     )

@@ -9,12 +9,16 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from rewarm.errors import InvalidOption
 
 from .bench import NO_WARM, Bench
 from .client import get
 from .figures import ratios
+from .scenario import at_least, scenario
 from .sides import Side
 
 LIVE, TREE = "/v1/live", "/v1/cache?limit=250"
@@ -29,11 +33,15 @@ EVERY = 1.0
 the tree after every other poll."""
 
 
-def page(bench: Bench, answer: int, polls: float) -> None:
-    """Measure processor time, and the decode rate of one stream with a page that polls and without.
-
-    The polls come `polls` times as often as those of the page, and the loss is divided by that: the
-    cost of one poll a second is less than the noise of a busy machine."""
+@scenario("model", rounds=6)
+def page(
+    bench: Bench,
+    answer: Annotated[int, at_least(2, "Tokens of an answer.")] = 400,
+    polls: Annotated[float, typer.Option(min=0.1, help="Polls a second; the page has 1.")] = 1.0,
+) -> None:
+    """The cost of an open page: processor time, and the decode rate with its polls and without."""
+    # The loss is divided by the number of polls a second: the cost of one poll a second is less
+    # than the noise of a busy machine.
     with bench.sides(NO_WARM) as (side, *_):
 
         def change() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from rewarm.options import parse_size
 
+from . import profiles
 from .bench import Bench
-from .profiles import Profile
-from .simulate import WAYS, Outcome, Policy, replay
+from .scenario import names, scenario
+from .simulate import POLICIES, WAYS, Outcome, replay
 from .traces import read
 
 
@@ -27,26 +30,35 @@ def budgets(memory: str) -> list[int]:
     return found
 
 
-def compare(
+@scenario()
+def trace(
     bench: Bench,
-    files: Sequence[Path],
-    profile: Profile,
-    memory: Sequence[int],
-    policies: Sequence[Policy],
-    stagger: float,
-    seed: int,
+    files: Annotated[list[Path], typer.Argument(help="Traces: files, or folders of them.")],
+    profile: Annotated[
+        str, typer.Option(help="The model whose bytes and FLOPs count.")
+    ] = "qwen3.5-9b",
+    memory: Annotated[
+        str, typer.Option(help="Budgets: sizes with commas, or a range such as 1GB..256GB.")
+    ] = "1GB..256GB",
+    policy: Annotated[str, typer.Option(help="Policies, with commas.")] = ",".join(POLICIES),
+    stagger: Annotated[
+        float, typer.Option(min=0, help="Let sessions begin within so many seconds.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the moments of --stagger.")] = 0,
 ) -> None:
-    """Replay the files as one trace with every policy, within every budget of `memory`."""
+    """Replay a trace through the real tree and its policies, with no model."""
+    model, sizes = profiles.profile(profile), budgets(memory)
+    policies = names("--policy", policy, POLICIES)
     with bench.steps("reading", 1):
-        trace = read(files, stagger, seed)
-    trie = trace.trie_tokens()
+        found = read(files, stagger, seed)
+    trie = found.trie_tokens()
     result = bench.result
-    result.model = profile.name
-    result.figures["requests"] = f"{len(trace.requests):,}, {trace.blocks:,} blocks"
-    result.figures["prompt tokens"] = f"{trace.prompt_tokens:,}, {trie:,} of them distinct"
-    result.figures["hit rate that no cache can beat"] = f"{1 - trie / trace.prompt_tokens:.2%}"
+    result.model = model.name
+    result.figures["requests"] = f"{len(found.requests):,}, {found.blocks:,} blocks"
+    result.figures["prompt tokens"] = f"{found.prompt_tokens:,}, {trie:,} of them distinct"
+    result.figures["hit rate that no cache can beat"] = f"{1 - trie / found.prompt_tokens:.2%}"
     sheet = result.sheet(
-        f"{trace.name}, {profile.name}",
+        f"{found.name}, {model.name}",
         *("budget", "policy", "hit rate", "amplification", "FLOPs saved", "checkpoints"),
         "gap closed",
     )
@@ -67,14 +79,14 @@ def compare(
             hits.add(name, budget / 1e9, 100 * outcome.hit_rate)
             work.add(name, budget / 1e9, outcome.amplification)
 
-    replays = len(memory) * sum(len(WAYS[p]) for p in policies)
-    with bench.steps("replaying", replays * len(trace.requests)) as step:
-        for budget in memory:
+    replays = len(sizes) * sum(len(WAYS[p]) for p in policies)
+    with bench.steps("replaying", replays * len(found.requests)) as step:
+        for budget in sizes:
             outcomes: dict[str, Outcome] = {}
             with bench.concluding(partial(rows, budget, outcomes)):
-                for policy in policies:
-                    outcomes[policy] = replay(
-                        *(trace, profile, budget, policy), trie_tokens=trie, on_request=step
+                for name in policies:
+                    outcomes[name] = replay(
+                        *(found, model, budget, name), trie_tokens=trie, on_request=step
                     )
 
 

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Annotated
 
 import mlx.core as mx
+import typer
 
 from rewarm.errors import NotReady
 
@@ -19,6 +21,7 @@ from .bench import Bench
 from .figures import Spread, ratios
 from .profiles import profile
 from .result import Sheet
+from .scenario import Archs, at_least, numbers, scenario
 
 LONG = 20.0
 """Seconds. A way whose prefill takes longer is measured once."""
@@ -59,23 +62,29 @@ def _ways() -> list[Way]:
     ]
 
 
-def prefill(bench: Bench, archs: Sequence[str], lengths: Sequence[int], product: int) -> None:
-    """Measure whole models in processes of their own, which take turns: a process has one BLAS.
-
-    The rate of a prefill is compared with that of a product of matrices of size `product`."""
+@scenario("rounds")
+def prefill(
+    bench: Bench,
+    archs: Archs = "hybrid-12x384",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, with commas.")] = "1024",
+    product: Annotated[int, at_least(1, "Size of the matrix product to compare with.")] = 1024,
+) -> None:
+    """Prefill and decoding of whole models, by mlx-lm and with each part that Rewarm replaces."""
+    # Each way is a process of its own, since a process has one BLAS.
+    sizes = numbers("--lengths", lengths)
     sheet = bench.result.sheet(
         f"medians of {bench.rounds}",
         *("model", "tokens", "way", "tokens/s", "mlx-lm / it", "ms a token after it"),
         *("GFLOP/s", "of a product's"),
     )
-    for arch in archs:
+    for arch in archs.split(","):
         with ExitStack() as stack:
             workers = [
                 stack.enter_context(_worker(arch, way))
                 for way in bench.each(f"starting {arch}", _ways())
             ]
             rate = 2.0 * product**3 / workers[-1].ask("product", product)
-            for length in lengths:
+            for length in sizes:
                 for worker in workers:
                     worker.way.prefills, worker.way.steps = [], []
                 with bench.concluding(partial(_rows, sheet, arch, length, workers, rate)):

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+import typer
 
 import rewarm
 from rewarm.cache import PrefixCache
@@ -25,6 +26,7 @@ from .client import Answered, hit
 from .figures import Spread, percent, ratios
 from .local import Parts, random_tokens
 from .result import Sheet
+from .scenario import Answer, numbers, scenario
 from .sides import Side
 
 TAIL = 64
@@ -63,7 +65,21 @@ Rounds = dict[str, list[TimedRequest]]
 """The requests of all rounds, by the kind of prompt."""
 
 
-def prefix(bench: Bench, lengths: list[int] | None, answer: int, http: bool) -> None:
+@scenario("model", "peer", "rounds")
+def prefix(
+    bench: Bench,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompt lengths in tokens, with commas. "
+            "Without it 2000 and 20000, on a GPU 100000 too, as far as the context reaches."
+        ),
+    ] = None,
+    answer: Answer = 2,
+    http: Annotated[bool, typer.Option(help="Over HTTP as well.")] = True,
+) -> None:
+    """A prompt cold, one that continues it, and one that differs near its end."""
+    wanted = numbers("--lengths", lengths, TAIL + 1) if lengths is not None else None
     sheet = bench.result.sheet(
         "from tokens",
         *("tokens", "what", "TTFT ms", "faster", "total ms", "cached", "replayed"),
@@ -74,8 +90,8 @@ def prefix(bench: Bench, lengths: list[int] | None, answer: int, http: bool) -> 
         *("tokens", "MB", "restore ms", "one copy ms", "into memory at hand", "times one copy"),
     )
     with engine(bench.location) as running:
-        lengths = lengths or usual(bench, running.core.context)
-        for length in lengths:
+        wanted = wanted or usual(bench, running.core.context)
+        for length in wanted:
             rounds: Rounds = {"cold": [], "exact": [], "nearest": []}
             restores: list[Parts] = []
             with (
@@ -85,7 +101,7 @@ def prefix(bench: Bench, lengths: list[int] | None, answer: int, http: bool) -> 
                 for _ in bench.each(f"{length:,} tokens", range(bench.rounds)):
                     _round(bench, running, length, answer, rounds, restores)
     if http:
-        _over_http(bench, lengths, answer)
+        _over_http(bench, wanted, answer)
 
 
 def _round(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models import bailing_moe_linear, gated_delta, jamba, mamba, recurrent_gemma, rwkv7
@@ -17,6 +17,7 @@ from .archs import dtype, random_model, text_config
 from .bench import Bench
 from .figures import Spread, ratios
 from .local import milliseconds
+from .scenario import Archs, at_least, scenario
 
 nn: Any = importlib.import_module("mlx.nn")  # mypy does not see its names, which come by a star
 
@@ -31,15 +32,19 @@ class Compared(NamedTuple):
     ways: dict[str, Callable[[], Any]]
 
 
-def recurrences(bench: Bench, archs: Sequence[str], tokens: int) -> None:
-    """Compare the loops of mlx-lm with Rewarm's forms.
-
-    `archs` are models with a delta rule. Their shapes are measured too, and their layers in parts.
-    """
+@scenario(rounds=5)
+def recurrences(
+    bench: Bench,
+    archs: Archs = "",
+    tokens: Annotated[int, at_least(8, "Tokens of a prompt.")] = 512,
+) -> None:
+    """Recurrences alone, as mlx-lm's loops and in Rewarm's forms."""
+    # The shapes of a model with a delta rule are measured too, and its layers in parts.
+    models = [arch for arch in archs.split(",") if arch]
     looped = _functions()
     accel.install()
     ours = _functions()
-    found = [*_delta_rules(archs, tokens, looped, ours), *_others(tokens, looped, ours)]
+    found = [*_delta_rules(models, tokens, looped, ours), *_others(tokens, looped, ours)]
     sheet = bench.result.sheet(
         "ms, the least; the ratio is the median", "recurrence", "way", "ms", "mlx-lm / it"
     )
@@ -51,7 +56,7 @@ def recurrences(bench: Bench, archs: Sequence[str], tokens: int) -> None:
             took[way].append(_timed(ways[way]))
         for way, values in took.items():
             sheet.add(name, way, f"{Spread.of(values).least:.2f}", ratios(values, took["mlx-lm"]))
-    for arch in archs:
+    for arch in models:
         _layer(bench, arch, tokens)
 
 

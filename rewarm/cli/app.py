@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 import rewarm
+from rewarm.bench.commands import bench_app
 from rewarm.errors import RewarmError
 
-from .bench import bench_app
 from .cache import cache_app
 from .chat import chat
 from .demo import demo

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Callable
-from functools import partial
 from inspect import Parameter
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -26,20 +25,24 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     only; the other ones keep their defaults.
     """
     parameters: list[Parameter] = []
-    makers: dict[str, Callable[[dict[str, Any]], Any]] = {}
+    kinds: dict[str, tuple[Any, list[str]]] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         kind, *names = get_args(parameter.annotation) or (parameter.annotation,)
         if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
             parameters.append(parameter)
             continue
-        fields = [f for f in dataclasses.fields(kind) if "help" in f.metadata]
-        fields = [f for f in fields if not names or f.name in names]
+        offered = [f for f in dataclasses.fields(kind) if "help" in f.metadata]
+        offered = [f for f in offered if not names or f.name in names]
         hints = get_type_hints(kind)
-        parameters += [_parameter(f, hints[f.name], kind.__name__) for f in fields]
-        makers[parameter.name] = partial(_made, kind, fields)
+        panel = kind.__name__.removesuffix("Options")
+        parameters += [_parameter(f, hints[f.name], panel) for f in offered]
+        kinds[parameter.name] = kind, [f.name for f in offered]
 
     def run(**given: Any) -> None:
-        made = {name: make(given) for name, make in makers.items()}
+        made = {
+            name: kind(**{field: given.pop(field) for field in fields})
+            for name, (kind, fields) in kinds.items()
+        }
         command(**made, **given)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
@@ -47,39 +50,26 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any, kind: str) -> Parameter:
-    about = field.metadata
+def _parameter(field: dataclasses.Field[Any], hint: Any, panel: str) -> Parameter:
+    # Only a mapping has a `default_factory` and no default.
+    is_mapping = field.default is dataclasses.MISSING
     # A flag that is on by default gets its opposite from Typer, `--no-…`.
+    flag = [f"--{field.name.replace('_', '-')}"] if field.default is False else []
     option = typer.Option(
-        *([_flag(field)] if field.default is False else []),
-        help=about["help"],
-        envvar=about["env"],
-        metavar="JSON" if _is_json(field) else None,
-        rich_help_panel=kind.removesuffix("Options"),
+        *flag,
+        help=field.metadata["help"],
+        envvar=field.metadata["env"],
+        metavar="JSON" if is_mapping else None,
+        callback=_json_object if is_mapping else None,
+        rich_help_panel=panel,
     )
     annotation: Any = Annotated[hint if hint in TYPED else str, option]
-    default = "{}" if _is_json(field) else field.default
+    default = "{}" if is_mapping else field.default
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _is_json(field: dataclasses.Field[Any]) -> bool:
-    """Say whether a field is a mapping. Only a mapping has a `default_factory` and no default."""
-    return field.default is dataclasses.MISSING
-
-
-def _made(kind: Any, fields: list[dataclasses.Field[Any]], given: dict[str, Any]) -> Any:
-    """Take the fields of a dataclass out of the given options, and make the dataclass."""
-    values = {field.name: given.pop(field.name) for field in fields}
-    for field in filter(_is_json, fields):
-        values[field.name] = _json_object(_flag(field), values[field.name])
-    return kind(**values)
-
-
-def _flag(field: dataclasses.Field[Any]) -> str:
-    return f"--{field.name.replace('_', '-')}"
-
-
-def _json_object(flag: str, text: str) -> dict[str, Any]:
+def _json_object(option: typer.CallbackParam, text: str) -> dict[str, Any]:
+    flag = option.opts[0]
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

@@ -45,32 +45,29 @@ class Remote:
         request = urllib.request.Request(self.url.rstrip("/") + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-                found = json.loads(answer.read())
+                status, text = 200, answer.read()
         except urllib.error.HTTPError as error:
-            raise self._refusal(error) from error
-        except (TimeoutError, urllib.error.URLError, ConnectionError) as error:
+            status, text = error.code, error.read()
+        except OSError as error:
             why = getattr(error, "reason", error)
             raise NotReady(
                 f"no server answers at {self.url} ({why}): start one with `rewarm serve`, or name "
                 "another with --url"
             ) from error
-        except ValueError as error:
-            raise self._not_rewarm() from error
-        if not isinstance(found, dict):
-            raise self._not_rewarm()
-        return found
-
-    def _not_rewarm(self, why: str = "") -> InvalidOption:
-        return InvalidOption(f"what answers at {self.url} is no Rewarm server{why}: see --url")
-
-    def _refusal(self, error: urllib.error.HTTPError) -> Exception:
         try:
-            message = json.loads(error.read())["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = ""
-        if error.code == 503:
-            return NotReady(message or "the server is not ready")
-        if not message:
-            return self._not_rewarm(f" (status {error.code})")
-        hint = " (--api-key, REWARM_API_KEY)" if error.code == 401 else ""
-        return InvalidOption(message + hint)
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        match status, found:
+            case 200, dict():
+                return found
+            case 503, {"error": {"message": str(message)}}:
+                raise NotReady(message)
+            case 503, _:
+                raise NotReady("the server is not ready")
+            case 401, {"error": {"message": str(message)}}:
+                raise InvalidOption(f"{message} (--api-key, REWARM_API_KEY)")
+            case _, {"error": {"message": str(message)}}:
+                raise InvalidOption(message)
+        why = "" if status == 200 else f" (status {status})"
+        raise InvalidOption(f"what answers at {self.url} is no Rewarm server{why}: see --url")

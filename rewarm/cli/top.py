@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -74,30 +75,26 @@ def frame(seen: Seen, note: str = "") -> RenderableType:
 
 
 def _head(seen: Seen) -> Text:
-    head = Text()
-    head.append(str(seen["model"]), style="bold")
     style = "green" if seen["state"] == "ready" else "red"
-    head.append("  ").append(str(seen["state"]), style=style)
-    head.append(f"  up {_duration(seen['uptime_s'])}  rewarm {seen['version']}", style="dim")
-    return head
+    since = f"  up {_duration(seen['uptime_s'])}  rewarm {seen['version']}"
+    return Text.assemble(
+        (str(seen["model"]), "bold"), "  ", (str(seen["state"]), style), (since, "dim")
+    )
 
 
 def _figures(seen: Seen) -> Table:
     table = _table("", "", "", "")
     rate, ttft, engine = seen["hit_rate"], seen["ttft_ms"], seen["engine"]
     table.add_row(
-        Text("hit rate", style="dim"),
+        "[dim]hit rate",
         f"{_percent(rate['minute'])} last minute",
         f"{_percent(rate['fifteen_minutes'])} last 15 minutes",
         f"{_percent(rate['total'])} in all, of {seen['totals']['prompt_tokens']:,} tokens",
     )
-    table.add_row(
-        Text("first token", style="dim"),
-        *(f"{_ms(ttft[p])} {p}" for p in ("p50", "p90", "p99")),
-    )
+    table.add_row("[dim]first token", *(f"{_ms(ttft[p])} {p}" for p in ("p50", "p90", "p99")))
     if engine is not None:
         table.add_row(
-            Text("requests", style="dim"),
+            "[dim]requests",
             f"{engine['waiting']:,} waiting (of {engine['max_queue']:,})",
             f"{engine['prefilling']:,} prefilling",
             f"{engine['decoding']:,} decoding (of {engine['max_batch']:,})",
@@ -129,14 +126,10 @@ def _running(requests: list[Seen]) -> RenderableType:
         return Text("nothing in flight", style="dim")
     table = _table("in flight", "prompt", "", "cached", "prefilled", "generated", "age")
     for request in requests[:MOST_RUNNING]:
-        prompt, cached = request["prompt_tokens"], request["cached_tokens"]
-        done = request["prefilled_tokens"]
+        parts = (request["cached_tokens"], "green"), (request["prefilled_tokens"], "yellow")
         table.add_row(
             request["stage"],
-            f"{prompt:,}",
-            _bar([(cached, "green"), (done, "yellow")], prompt),
-            f"{cached:,}",
-            f"{done:,}",
+            *_counted(request["prompt_tokens"], *parts),
             f"{request['generated_tokens']:,}",
             _duration(request["age_ms"] / 1e3),
         )
@@ -148,16 +141,12 @@ def _running(requests: list[Seen]) -> RenderableType:
 def _recent(seen: Seen) -> Table:
     table = _table("ago", "prompt", "", "cached", "again", "new", "first token", "why not more")
     for done in seen["recent"][:MOST_RECENT]:
-        cached, again = done["cached_tokens"], done["replayed_tokens"]
+        again = done["replayed_tokens"]
         new = done["prefilled_tokens"] - again
-        parts = [(cached, "green"), (again, "yellow"), (new, "red")]
+        parts = (done["cached_tokens"], "green"), (again, "yellow"), (new, "red")
         table.add_row(
             _duration(seen["now"] - done["ended"]),
-            f"{done['prompt_tokens']:,}",
-            _bar(parts, done["prompt_tokens"]),
-            f"{cached:,}",
-            f"{again:,}",
-            f"{new:,}",
+            *_counted(done["prompt_tokens"], *parts),
             _ms(done["ttft_ms"]),
             _why(done),
         )
@@ -170,11 +159,12 @@ def _why(done: Seen) -> Text:
     miss = done["miss"]
     if miss is None:
         return _last("-", "dim")
-    where = ""
+    why = str(miss["reason"])
     if miss.get("field"):
-        at = f" of message {miss['message']}" if miss.get("message") is not None else ""
-        where = f" in {miss['field']}{at}"
-    return _last(f"{miss['reason']}{where}")
+        why += f" in {miss['field']}"
+        if miss.get("message") is not None:
+            why += f" of message {miss['message']}"
+    return _last(why)
 
 
 def _hottest(prefixes: list[Seen]) -> Table:
@@ -205,7 +195,12 @@ def _last(text: str, style: str = "") -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
-def _bar(parts: list[tuple[int, str]], whole: int) -> Text:
+def _counted(whole: int, *parts: tuple[int, str]) -> tuple[RenderableType, ...]:
+    """Make the cells of a prompt: its tokens, a bar, and the tokens of each part."""
+    return (f"{whole:,}", _bar(parts, whole), *(f"{size:,}" for size, _ in parts))
+
+
+def _bar(parts: Iterable[tuple[int, str]], whole: int) -> Text:
     """Draw cells in proportion. A part that is not empty has at least one cell."""
     bar, left = Text(), BAR
     for size, style in parts:

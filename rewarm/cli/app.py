@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -45,10 +45,7 @@ def _show_version(wanted: bool) -> None:
 
     print(f"rewarm {rewarm.__version__}")
     for package in ("mlx", "mlx-lm"):
-        try:
-            print(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            print(f"{package} is not installed as a package")
+        print(f"{package} {version(package)}")
     print(f"python {platform.python_version()}, {platform.system()} {platform.machine()}")
     print(f"device {mx.default_device()}")
     print(f"blas {blas.current().name}")

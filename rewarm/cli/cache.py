@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,12 +32,12 @@ UNLIMITED = 1 << 60
 """A limit in bytes that no store reaches, so that looking at a store evicts nothing."""
 
 
-def _opened(folder: Path) -> closing[Store]:
+def _opened(folder: Path) -> Store:
     if not folder.is_dir():
         raise InvalidOption(f"--disk {str(folder)!r} is no folder: give the one that was served")
     from rewarm.cache.tiers.disk.store import Store  # imports MLX: not for a help text
 
-    return closing(Store.open(folder, limit=UNLIMITED, reserve=0))
+    return Store.open(folder, limit=UNLIMITED, reserve=0)
 
 
 @cache_app.command()
@@ -46,8 +45,7 @@ def stats(disk: Disk) -> None:
     """Say how much there is in all."""
     with _opened(disk) as store:
         known = store.index.namespaces()
-        console = Console()
-        console.print(
+        Console().print(
             f"{decimal(store.bytes())} in {sum(n.files for n in known):,} files, "
             f"{sum(n.nodes for n in known):,} spans of {len(known):,} "
             + ("namespace" if len(known) == 1 else "namespaces")
@@ -87,22 +85,14 @@ def ls(disk: Disk) -> None:
 @cache_app.command()
 def verify(disk: Disk) -> None:
     """Read everything, and drop what is damaged."""
-    console = Console()
     columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with _opened(disk) as store:
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("")
-            found = store.verify(
-                lambda done, total: progress.update(task, completed=done, total=total)
-            )
-        console.print(
-            f"{found.files:,} files, {decimal(found.bytes)}: "
-            + (
-                f"{found.damaged:,} damaged, {found.dropped:,} spans dropped"
-                if found.damaged or found.dropped
-                else "all sound"
-            )
-        )
+    with _opened(disk) as store, Progress(*columns, transient=True) as progress:
+        task = progress.add_task("")
+        found = store.verify(lambda done, total: progress.update(task, completed=done, total=total))
+    said = "all sound"
+    if found.damaged or found.dropped:
+        said = f"{found.damaged:,} damaged, {found.dropped:,} spans dropped"
+    Console().print(f"{found.files:,} files, {decimal(found.bytes)}: {said}")
     if found.damaged:
         raise typer.Exit(1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,9 +13,6 @@ from rewarm.options import CacheOptions
 from rewarm.values import Message
 
 from .spread import spread
-
-if TYPE_CHECKING:
-    from rewarm.session import Reply
 
 QUESTIONS = (
     "Who is the harbour master?",
@@ -56,14 +53,27 @@ def demo(
         column.justify = "right"
     messages: list[Message] = [{"role": "system", "content": pocket.TABLE}]
 
-    def ask(name: str, messages: list[Message]) -> Reply:
+    def ask(name: str, messages: list[Message]) -> str:
         reply = session.chat(messages, max_tokens=LONGEST_ANSWER)
-        table.add_row(name, *_row(reply))
-        return reply
+        used = reply.usage
+        cached = round(BAR * used.cached_tokens / used.prompt_tokens)
+        again = round(BAR * used.replayed_tokens / used.prompt_tokens)
+        new = BAR - cached - again
+        table.add_row(
+            name,
+            f"{used.prompt_tokens:,}",
+            f"{used.cached_tokens:,}",
+            f"{used.replayed_tokens:,}",
+            f"{used.prefilled_tokens - used.replayed_tokens:,}",
+            f"{reply.timings.ttft_ms:.0f} ms",
+            f"[green]{'█' * cached}[/][yellow]{'▒' * again}[/][red]{'░' * new}[/]",
+            reply.text,
+        )
+        return reply.text
 
     for turn in range(turns):
         messages.append({"role": "user", "content": QUESTIONS[turn % len(QUESTIONS)]})
-        answer = ask(f"turn {turn + 1}", messages).text
+        answer = ask(f"turn {turn + 1}", messages)
         messages.append({"role": "assistant", "content": answer})
     edited = [*messages[:-4], {"role": "user", "content": EDITED}]
     ask("edited", edited)
@@ -73,20 +83,4 @@ def demo(
     console.print(
         f"\n{stats.tokens:,} distinct tokens are held in {stats.held / 1e6:.2f} MB, "
         f"with {stats.checkpoints} checkpoints."
-    )
-
-
-def _row(reply: Reply) -> tuple[str, ...]:
-    used = reply.usage
-    cached = round(BAR * used.cached_tokens / used.prompt_tokens)
-    again = round(BAR * used.replayed_tokens / used.prompt_tokens)
-    rest = BAR - cached - again
-    return (
-        f"{used.prompt_tokens:,}",
-        f"{used.cached_tokens:,}",
-        f"{used.replayed_tokens:,}",
-        f"{used.prefilled_tokens - used.replayed_tokens:,}",
-        f"{reply.timings.ttft_ms:.0f} ms",
-        f"[green]{'█' * cached}[/][yellow]{'▒' * again}[/][red]{'░' * rest}[/]",
-        reply.text,
     )

@@ -53,19 +53,11 @@ def _print(found: dict[str, Any], console: Console) -> None:
     if miss is None:
         console.print("All that is known of it is reused.")
         return
-    _print_case(console, miss["reason"], miss["text"])
-    if "stored" in miss:
-        _print_words(console, miss, "before", "stored", "sent")
-    for advice in found["advice"]:
-        _print_case(console, advice["pattern"], advice["text"])
-        if advice["stored"] or advice["sent"]:
-            _print_words(console, advice, "stored", "sent")
-
-
-def _print_case(console: Console, name: str, text: str) -> None:
-    console.print(f"\n[bold]{name}[/]  {escape(text)}")
-
-
-def _print_words(console: Console, words: dict[str, Any], *names: str) -> None:
-    for name in names:
-        console.print(f"  [dim]{name:>6}[/]  {escape(repr(words[name]))}")
+    cases = [(miss["reason"], miss), *((advice["pattern"], advice) for advice in found["advice"])]
+    for name, case in cases:
+        console.print(f"\n[bold]{name}[/]  {escape(case['text'])}")
+        # Only a miss by a difference has words before it. An advice's words may be empty.
+        if "before" in case or case.get("stored") or case.get("sent"):
+            for words in ("before", "stored", "sent"):
+                if words in case:
+                    console.print(f"  [dim]{words:>6}[/]  {escape(repr(case[words]))}")

@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 MODULES = {
-    "trace": "policies",
+    "trace": "simulate",
     "chat": "chats",
     "burst": "crowds",
     "agent": "crowds",

@@ -20,9 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rewarm.errors import InvalidOption
 
 from .bench import Bench
+from .report import draw_all
 from .result import Result, machine
 from .sides import command
-from .svg import draw_all
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C."""

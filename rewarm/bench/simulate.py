@@ -1,28 +1,115 @@
-"""The policy simulator: a trace goes through the real tree, placement and retention.
+"""The scenario `trace`: retention policies beside one another, over budgets, without a model.
 
-No model runs: it counts the tokens and the FLOPs that a model would have computed."""
+A trace goes through the real tree, placement and retention. The tokens and the FLOPs are counted
+that a model would have computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
+import typer
 
-from rewarm.cache import LRU, PrefixCache, WorkPerByte
+from rewarm.cache import LRU, WorkPerByte
 from rewarm.cache.retention import Item, Retention
 from rewarm.cache.tree import WIDTH, Node
 from rewarm.cache.worth import checkpoints_below
+from rewarm.options import parse_size
 
+from . import profiles
+from .bench import Bench
 from .profiles import Profile
+from .scenario import names, scenario
 from .sized import sized_cache
-from .traces import Trace
+from .traces import Trace, read
 
 Policy = Literal["rewarm", "lru", "clairvoyant"]
 POLICIES: tuple[Policy, ...] = ("rewarm", "lru", "clairvoyant")
 
 NEVER = 1 << 40
+
+
+@scenario()
+def trace(
+    bench: Bench,
+    files: Annotated[list[Path], typer.Argument(help="Traces: files, or folders of them.")],
+    profile: Annotated[
+        str, typer.Option(help="The model whose bytes and FLOPs count.")
+    ] = "qwen3.5-9b",
+    memory: Annotated[
+        str, typer.Option(help="Budgets: sizes with commas, or a range such as 1GB..256GB.")
+    ] = "1GB..256GB",
+    policy: Annotated[str, typer.Option(help="Policies, with commas.")] = ",".join(POLICIES),
+    stagger: Annotated[
+        float, typer.Option(min=0, help="Let sessions begin within so many seconds.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the moments of --stagger.")] = 0,
+) -> None:
+    """Replay a trace through the real tree and its policies, with no model."""
+    model, sizes = profiles.profile(profile), budgets(memory)
+    policies = names("--policy", policy, POLICIES)
+    with bench.steps("reading", 1):
+        found = read(files, stagger, seed)
+    trie, result = found.trie_tokens, bench.result
+    result.model = model.name
+    result.figures["requests"] = f"{len(found.requests):,}, {found.blocks:,} blocks"
+    result.figures["prompt tokens"] = f"{found.prompt_tokens:,}, {trie:,} of them distinct"
+    result.figures["hit rate that no cache can beat"] = f"{1 - trie / found.prompt_tokens:.2%}"
+    sheet = result.sheet(
+        f"{found.name}, {model.name}",
+        *("budget", "policy", "hit rate", "amplification", "FLOPs saved", "checkpoints"),
+        "gap closed",
+    )
+    hits = result.plot("Token hit rate", "budget, GB", "%", log_x=True)
+    work = result.plot("Prefill amplification", "budget, GB", "", log_x=True)
+
+    def rows(budget: int, outcomes: dict[str, Outcome]) -> None:
+        for name, outcome in outcomes.items():
+            sheet.add(
+                f"{budget / 1e9:g} GB",
+                name,
+                f"{outcome.hit_rate:.2%}",
+                f"{outcome.amplification:.2f}",
+                f"{outcome.flops_saved / outcome.flops_all:.1%}",
+                f"{outcome.checkpoint_bytes / max(outcome.held_bytes, 1):.0%}",
+                _gap_closed(outcomes) if name == "rewarm" else "",
+            )
+            hits.add(name, budget / 1e9, 100 * outcome.hit_rate)
+            work.add(name, budget / 1e9, outcome.amplification)
+
+    replays = len(sizes) * sum(len(WAYS[p]) for p in policies)
+    with bench.steps("replaying", replays * len(found.requests)) as step:
+        for budget in sizes:
+            outcomes: dict[str, Outcome] = {}
+            with bench.concluding(partial(rows, budget, outcomes)):
+                for name in policies:
+                    outcomes[name] = replay(found, model, budget, name, on_request=step)
+
+
+def budgets(memory: str) -> list[int]:
+    """Parse sizes with commas between them. A range doubles from its first size to its last."""
+    found: list[int] = []
+    for part in memory.split(","):
+        first, _, last = part.partition("..")
+        size = parse_size(first)
+        found.append(size)
+        while last and size * 2 <= parse_size(last):
+            size *= 2
+            found.append(size)
+    return found
+
+
+def _gap_closed(outcomes: dict[str, Outcome]) -> str:
+    """Give the share of the distance from LRU to clairvoyant. It is left out where both are
+    equal."""
+    if not {"rewarm", "lru", "clairvoyant"} <= outcomes.keys():
+        return ""
+    ours, lru, best = (outcomes[p].hit_rate for p in ("rewarm", "lru", "clairvoyant"))
+    return f"{(ours - lru) / (best - lru):.0%}" if best - lru > 0.002 else "-"
 
 
 @dataclass(frozen=True)
@@ -131,32 +218,29 @@ def replay(
     trace: Trace,
     profile: Profile,
     memory: int,
-    policy: Policy = "rewarm",
+    policy: Policy,
     *,
-    trie_tokens: int | None = None,
     chunk: int = 2048,
     on_request: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Replay every request in order, each one complete before the next.
 
     Answers are not stored: the traces do not say which tokens of the next prompt they are."""
-    trie = trie_tokens or trace.trie_tokens()
-    outcomes: list[Outcome] = []
-    for way in WAYS[policy]:
-        retention = way(trace)
-        cache = sized_cache(profile, memory, retention, chunk)
-        outcomes.append(_replayed(trace, profile, cache, retention, trie, on_request))
+    outcomes = [
+        _replayed(trace, profile, memory, way(trace), chunk, on_request) for way in WAYS[policy]
+    ]
     return max(outcomes, key=lambda outcome: outcome.hit_rate)
 
 
 def _replayed(
     trace: Trace,
     profile: Profile,
-    cache: PrefixCache,
+    memory: int,
     retention: Retention,
-    trie_tokens: int,
+    chunk: int,
     on_request: Callable[[], None],
 ) -> Outcome:
+    cache = sized_cache(profile, memory, retention, chunk)
     cached = 0
     saved = total = 0.0
     for i, request in enumerate(trace.requests):
@@ -180,7 +264,7 @@ def _replayed(
     return Outcome(
         prompt_tokens=trace.prompt_tokens,
         cached_tokens=cached,
-        trie_tokens=trie_tokens,
+        trie_tokens=trace.trie_tokens,
         flops_saved=saved,
         flops_all=total,
         checkpoint_bytes=stats.memory.kinds["checkpoint"],

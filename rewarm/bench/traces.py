@@ -15,6 +15,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,9 @@ class Trace:
     def blocks(self) -> int:
         return sum(len(r.blocks) for r in self.requests)
 
+    @cached_property
     def trie_tokens(self) -> int:
-        """Give the number of distinct tokens over all prompts: the size of their trie."""
+        """The number of distinct tokens over all prompts: the size of their trie."""
         sizes: dict[int, int] = {}
         for r in self.requests:
             if len(r.blocks):

@@ -15,13 +15,11 @@ from typer.testing import CliRunner
 
 from rewarm.bench.client import Answered, hit
 from rewarm.bench.figures import Spread, amplification, common, percent, ratios, trie_size
-from rewarm.bench.policies import budgets
 from rewarm.bench.prefix import usual
 from rewarm.bench.profiles import Profile, profile
-from rewarm.bench.report import write
+from rewarm.bench.report import draw_all, write
 from rewarm.bench.result import Plot, Result
-from rewarm.bench.simulate import POLICIES, replay
-from rewarm.bench.svg import draw_all
+from rewarm.bench.simulate import POLICIES, budgets, replay
 from rewarm.bench.traces import Trace, TraceRequest, read
 from rewarm.cli.app import app
 from rewarm.errors import InvalidOption
@@ -130,7 +128,7 @@ def test_sessions_keep_their_hashes_apart(tmp_path: Path) -> None:
     assert [r.time for r in trace.requests] == [0.0, 0.0, 9.0, 9.0]
     assert trace.prompt_tokens == 2 * 330
     # Three whole blocks and the two rests, in each session.
-    assert trace.trie_tokens() == 2 * (3 * 64 + 2 + 8)
+    assert trace.trie_tokens == 2 * (3 * 64 + 2 + 8)
     assert [r.waits for r in trace.requests] == [False, False, True, True]
     assert [b.kind for b in trace.requests[-1].boundaries()] == ["system", "turn", "user"]
 
@@ -144,7 +142,7 @@ def test_mooncakes_last_block_is_cut_short(tmp_path: Path) -> None:
     file.write_text("\n".join(map(json.dumps, lines)))
     trace = read([file])
     assert [len(r.tokens()) for r in trace.requests] == [700, 1024]
-    assert trace.trie_tokens() == 512 + 188 + 512
+    assert trace.trie_tokens == 512 + 188 + 512
     assert trace.requests[0].whole == 512
 
 
@@ -154,7 +152,7 @@ def test_with_room_for_everything_nothing_is_computed_twice(profile: Profile, po
     trace = trace_of([0, 1, 2], [0, 1, 2, 3], [10, 11], [0, 1, 2, 3, 4], [10, 11, 12])
     outcome = replay(trace, profile, 10**9, policy, chunk=64)
     # The last token of a prompt is always computed.
-    again = outcome.prefilled_tokens - trace.trie_tokens()
+    again = outcome.prefilled_tokens - trace.trie_tokens
     assert 0 <= again <= len(trace.requests)
     assert outcome.evictions == 0
 
@@ -189,9 +187,8 @@ def test_a_third_of_what_lru_misses_is_hit_on_coding_agents(memory: int, tmp_pat
     groups = corpus.session_files(tmp_path)
     for files in groups:
         trace = read(files)
-        trie = trace.trie_tokens()
         for policy in POLICIES:
-            outcome = replay(trace, hybrid, memory * 10**9, policy, trie_tokens=trie)
+            outcome = replay(trace, hybrid, memory * 10**9, policy)
             rates[policy] += outcome.hit_rate / len(groups)
     assert rates["clairvoyant"] > rates["lru"] + 0.02
     assert rates["rewarm"] - rates["lru"] > (rates["clairvoyant"] - rates["lru"]) / 3

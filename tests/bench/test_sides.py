@@ -274,13 +274,13 @@ def test_ctrl_c_in_a_trace_keeps_the_budgets_that_are_done(tmp_path: Path) -> No
 
 WATCHED = """
 import sys
-from rewarm.bench import policies
-replay = policies.replay
+from rewarm.bench import simulate
+replay = simulate.replay
 def told(*given, **named):
     done = replay(*given, **named)
     print("replayed", file=sys.stderr, flush=True)
     return done
-policies.replay = told
+simulate.replay = told
 from rewarm.cli.app import main
 main()
 """

@@ -17,11 +17,13 @@ from rich.progress import Progress
 from rewarm.prompt.render.renderer import ChatRenderer
 
 from .archs import vocabulary
-from .client import Answered
 from .figures import ratios
 from .models import RANDOM, placed, tokenizer_of
 from .result import Result
 from .sides import Side, other, rewarm
+
+TTFT_BY_REQUEST = "TTFT: {peer} over {ours}, by request"
+"""The name of a figure for `Bench.compare`."""
 
 WORDS = ["river", "stone", "winter", "market", "garden", "letter", "window", "harbour", "bridge"]
 WORDS += ["summer", "lantern", "copper", "island", "morning", "thunder", "basket", "mirror"]
@@ -144,10 +146,21 @@ class Bench:
 
         Each round begins with another side, the first one with the side at `first`. So a
         disturbance of the machine hits all sides alike."""
-        order = [(i, side) for i in range(rounds) for side in _rotated(sides, first + i)]
+        count = len(sides)
+        order = [(i, sides[(first + i + j) % count]) for i in range(rounds) for j in range(count)]
         for i, side in self.each(what, order):
             time.sleep(PAUSE)
             yield i, side
+
+    def compare(self, times: Sequence[tuple[Side, Sequence[float]]], name: str) -> None:
+        """Note the ratio of every peer's times to every Rewarm's, one by one.
+
+        `name` is the name of such a figure, with `{peer}` and `{ours}` in it."""
+        for peer, theirs in times:
+            for side, ours in times:
+                if side.ours and not peer.ours and ours and theirs:
+                    figure = name.format(peer=peer.name, ours=side.name)
+                    self.result.figures[figure] = str(ratios(ours, theirs))
 
 
 def user(text: str) -> dict[str, Any]:
@@ -156,17 +169,3 @@ def user(text: str) -> dict[str, Any]:
 
 def system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
-
-
-def _rotated(sides: Sequence[T], i: int) -> list[T]:
-    at = i % len(sides)
-    return [*sides[at:], *sides[:at]]
-
-
-def compare_ttft(bench: Bench, got: Sequence[tuple[Side, list[Answered]]]) -> None:
-    """Note the ratio of first tokens of every peer to every Rewarm, request by request."""
-    for peer, theirs in got:
-        for side, ours in got:
-            if side.ours and not peer.ours and ours and theirs:
-                found = ratios([r.ttft for r in ours], [r.ttft for r in theirs])
-                bench.result.figures[f"TTFT: {peer.name} over {side.name}, by request"] = str(found)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .bench import NO_WARM, Bench, Messages, compare_ttft, system, user
+from .bench import NO_WARM, TTFT_BY_REQUEST, Bench, Messages, system, user
 from .client import Answered, hit
 from .figures import common, megabytes, percent
 from .scenario import Answer, SystemLength, Turns, at_least, scenario
@@ -108,7 +108,11 @@ def _whole_chats(bench: Bench, talks: list[Talk]) -> None:
             f"{sum(r.total - r.ttft for r in talk.replies):.2f}",
             f"{talk.side.warm_tokens():,}",
         )
-    compare_ttft(bench, [(talk.side, talk.replies) for talk in talks])
+    _compare(bench, talks)
+
+
+def _compare(bench: Bench, talks: list[Talk]) -> None:
+    bench.compare([(talk.side, [r.ttft for r in talk.replies]) for talk in talks], TTFT_BY_REQUEST)
 
 
 @scenario("model", "peer")
@@ -124,13 +128,14 @@ def branch(
     questions = [bench.question(30) for _ in range(turns)]
     others = [bench.question(30) for _ in range(4)]
     edited = turns // 3
-    forks: dict[str, Callable[[Messages], Messages]] = {
-        "the last question again": lambda said: said[:-1],
-        "another last question": lambda said: [*said[:-2], user(others[0])],
-        f"turn {edited + 1} edited": lambda said: [*said[: 1 + 2 * edited], user(others[1])],
-        f"turn {edited + 1} edited again": lambda said: [*said[: 1 + 2 * edited], user(others[2])],
-        "another first question": lambda said: [first, user(others[3])],
-    }
+    # A fork keeps some turns of the chat, and asks another question after them.
+    forks = [
+        ("the last question again", turns - 1, questions[-1]),
+        ("another last question", turns - 1, others[0]),
+        (f"turn {edited + 1} edited", edited, others[1]),
+        (f"turn {edited + 1} edited again", edited, others[2]),
+        ("another first question", 0, others[3]),
+    ]
     with bench.sides(NO_WARM) as sides:
         talks = [Talk(bench, side, first) for side in sides]
 
@@ -145,14 +150,13 @@ def branch(
                 f"{1e3 * reply.ttft:.0f}",
             )
 
-        with bench.concluding(
-            lambda: compare_ttft(bench, [(talk.side, talk.replies) for talk in talks])
-        ):
+        with bench.concluding(lambda: _compare(bench, talks)):
             for turn, talk in bench.in_turns("turns", talks, turns):
                 row(talk, f"turn {turn + 1}", talk.say(questions[turn], answer))
-            names = list(forks)
-            for i, talk in bench.in_turns("forks", talks, len(names)):
-                row(talk, names[i], talk.ask(forks[names[i]](talk.history), answer))
+            for i, talk in bench.in_turns("forks", talks, len(forks)):
+                name, kept, question = forks[i]
+                messages = [*talk.history[: 1 + 2 * kept], user(question)]
+                row(talk, name, talk.ask(messages, answer))
 
 
 @scenario("model", "peer")

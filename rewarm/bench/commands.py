@@ -27,7 +27,7 @@ MODULES = {
     "prefill": "prefill",
     "recurrences": "recurrences",
 }
-"""The scenarios, and the module of this room in which each has its function."""
+"""The scenarios, and the module in which each has its function."""
 
 
 class _Scenarios(TyperGroup):

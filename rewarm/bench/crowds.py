@@ -6,7 +6,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,14 +13,11 @@ import typer
 
 from rewarm.errors import InvalidOption
 
-from .bench import NO_WARM, Bench, Messages, compare_ttft, system
+from .bench import NO_WARM, TTFT_BY_REQUEST, Bench, Messages, system
 from .client import Answered, hit
-from .figures import Spread, amplification, megabytes, percent, ratios
+from .figures import Spread, amplification, megabytes, percent
 from .scenario import Answer, SystemLength, at_least, scenario
 from .sides import Side
-
-Seconds = dict[str, dict[str, list[float]]]
-"""The seconds of every burst, by "cold" or "again", and by side."""
 
 
 @scenario("model", "peer", "rounds")
@@ -38,11 +34,17 @@ def burst(
         *("first TTFT ms", "last TTFT ms", "seconds", "tokens/s"),
     )
     plot = bench.result.plot("A burst's seconds, cold and again", "burst", "s")
-    seconds: Seconds = {"cold": defaultdict(list), "again": defaultdict(list)}
-    with (
-        bench.sides(NO_WARM) as sides,
-        bench.concluding(partial(_compare_bursts, bench, sides, seconds)),
-    ):
+    seconds: dict[str, dict[str, list[float]]] = {
+        "cold": defaultdict(list),
+        "again": defaultdict(list),
+    }
+
+    def summary() -> None:
+        for name, by_side in seconds.items():
+            times = [(side, by_side[side.name]) for side in sides]
+            bench.compare(times, f"{name}: {{peer}} takes so many times longer")
+
+    with bench.sides(NO_WARM) as sides, bench.concluding(summary):
         for i in range(bench.rounds):
             prompt = system(bench.text(shared))
             for name, by_side in seconds.items():
@@ -85,15 +87,6 @@ def _at_once(side: Side, chats: list[Messages], answer: int) -> list[Answered]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _compare_bursts(bench: Bench, sides: list[Side], seconds: Seconds) -> None:
-    ours, *others = (side.name for side in sides)
-    for name, by_side in seconds.items():
-        for side in others:
-            if by_side[ours] and by_side[side]:
-                found = ratios(by_side[ours], by_side[side])
-                bench.result.figures[f"{name}: {side} takes so many times longer"] = str(found)
-
-
 @scenario("model", "peer")
 def agent(
     bench: Bench,
@@ -127,7 +120,8 @@ def agent(
                         f"{1e3 * Spread.of(r.ttft for r in replies).median:.0f}",
                         megabytes(side.held_bytes()),
                     )
-            compare_ttft(bench, [(side, got[side.name]) for side in sides])
+            times = [(side, [r.ttft for r in got[side.name]]) for side in sides]
+            bench.compare(times, TTFT_BY_REQUEST)
 
         with bench.concluding(summary):
             for i, side in bench.in_turns("requests", sides, len(prompts)):
@@ -150,9 +144,9 @@ def _read(file: Path) -> list[Messages]:
     found: list[Messages] = []
     for each in document if isinstance(document, list) else []:
         lists = each.values() if isinstance(each, dict) else [each]
-        held = next((v for v in lists if isinstance(v, list) and v and _is_message(v[0])), [])
-        if held:
-            found.append([{k: v for k, v in m.items() if v is not None} for m in held])
+        chat = next((v for v in lists if isinstance(v, list) and v and _is_message(v[0])), [])
+        if chat:
+            found.append([{k: v for k, v in m.items() if v is not None} for m in chat])
     if not any(True for _ in _prompts_in_turns(found)):
         raise InvalidOption(
             f"{file} holds no conversation with an answer: give a JSON list of lists of messages"

@@ -25,7 +25,7 @@ from .bench import NO_WARM, Bench, system
 from .client import Answered, hit
 from .figures import Spread, percent, ratios
 from .local import Parts, random_tokens
-from .result import Sheet
+from .result import Plot, Sheet
 from .scenario import Answer, numbers, scenario
 from .sides import Side
 
@@ -37,8 +37,6 @@ USUAL = (2000, 20_000, 100_000)
 
 ANSWERED = 1024
 """An upper bound of the tokens that a prompt has beside its length, with its answer."""
-
-PLOT = "Time to the first token by length"
 
 RESTORES = 5
 """Restores in each round, each beside two copies of as many bytes."""
@@ -89,13 +87,14 @@ def prefix(
         "restore, beside one copy of its bytes: the least (the median)",
         *("tokens", "MB", "restore ms", "one copy ms", "into memory at hand", "times one copy"),
     )
-    with engine(bench.location) as running:
+    plot = bench.result.plot("Time to the first token by length", "tokens", "ms", log_x=True)
+    with _engine(bench.location) as running:
         wanted = wanted or usual(bench, running.core.context)
         for length in wanted:
             rounds: Rounds = {"cold": [], "exact": [], "nearest": []}
             restores: list[Parts] = []
             with (
-                bench.concluding(partial(_rows, bench, sheet, length, rounds)),
+                bench.concluding(partial(_rows, bench, sheet, plot, length, rounds)),
                 bench.concluding(partial(_restore_row, speed, length, restores)),
             ):
                 for _ in bench.each(f"{length:,} tokens", range(bench.rounds)):
@@ -147,7 +146,7 @@ class Waiting:
 
 
 @contextmanager
-def engine(location: str) -> Iterator[Engine]:
+def _engine(location: str) -> Iterator[Engine]:
     def load() -> EngineParts:
         model, tokenizer = rewarm.load(location)
         return EngineParts(model, tokenizer, PrefixCache(model))
@@ -169,10 +168,8 @@ def _ask(running: Engine, prompt: Tokens, boundaries: list[Boundary], answer: in
     return TimedRequest(sink.cost.result(), (time.perf_counter() - began) * 1e3)
 
 
-def _rows(bench: Bench, sheet: Sheet, length: int, rounds: Rounds) -> None:
+def _rows(bench: Bench, sheet: Sheet, plot: Plot, length: int, rounds: Rounds) -> None:
     cold = [each.cost.ttft_ms for each in rounds["cold"]]
-    plot = next((p for p in bench.result.plots if p.title == PLOT), None)
-    plot = plot or bench.result.plot(PLOT, "tokens", "ms", log_x=True)
     for name, timed in rounds.items():
         if not timed:
             continue
@@ -263,13 +260,12 @@ def _http_rows(
     sides: list[Side],
     got: dict[str, list[dict[str, Answered]]],
 ) -> None:
-    ours = sides[0].name
     for name in ("cold", "exact", "nearest"):
-        for side in sides:
-            replies = [answers[name] for answers in got[side.name]]
-            if not replies:
+        times = [(side, [answers[name].ttft for answers in got[side.name]]) for side in sides]
+        for side, took in times:
+            if not took:
                 continue
-            took = [r.ttft for r in replies]
+            replies = [answers[name] for answers in got[side.name]]
             cold = [answers["cold"].ttft for answers in got[side.name]]
             sheet.add(
                 f"{length:,}",
@@ -280,8 +276,4 @@ def _http_rows(
                 f"{1e3 * Spread.of(r.total for r in replies).median:.1f}",
                 percent(hit(replies[-1])),
             )
-            if side.name != ours and got[ours]:
-                mine = [answers[name].ttft for answers in got[ours]]
-                bench.result.figures[
-                    f"{length:,} tokens over HTTP, {name}: {side.name} over {ours}"
-                ] = str(ratios(mine, took))
+        bench.compare(times, f"{length:,} tokens over HTTP, {name}: {{peer}} over {{ours}}")

@@ -37,7 +37,6 @@ def serve(
     from rewarm.server.serve import serve
 
     server = dataclasses.replace(server, model_name=model)
-    server.check_bind()
     running = engine_of(model, engine, cache, source)
     console = Console(stderr=True)
 

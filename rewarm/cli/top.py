@@ -45,7 +45,6 @@ def top(
         return
     picture = Live(frame(seen), console=console, screen=True, auto_refresh=False)
     with suppress(KeyboardInterrupt), picture as live:
-        live.refresh()
         while True:
             time.sleep(interval)
             note = ""

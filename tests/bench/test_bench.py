@@ -161,9 +161,9 @@ def test_clairvoyant_keeps_what_comes_back_in_a_round() -> None:
     """Three chats take turns where two fit: LRU evicts just the one that comes next."""
     chats = [[100 * c + b for b in range(20)] for c in range(3)]
     trace = trace_of(*(chats[i % 3] for i in range(30)))
-    room = int(2.3 * 20 * 64 * 1000)
+    memory = int(2.3 * 20 * 64 * 1000)
     rates = {
-        p: replay(trace, ATTENTION, room, p, chunk=64).hit_rate for p in ("lru", "clairvoyant")
+        p: replay(trace, ATTENTION, memory, p, chunk=64).hit_rate for p in ("lru", "clairvoyant")
     }
     assert rates["lru"] < 0.3
     assert rates["clairvoyant"] > 0.5
@@ -173,8 +173,8 @@ def test_the_policy_keeps_a_round_that_lru_loses() -> None:
     chats = [[100 * c + b for b in range(20)] for c in range(4)]
     order = [0, 1, 0, 1, *(i % 4 for i in range(36))]
     trace = trace_of(*(chats[i] for i in order))
-    room = int(2.5 * 20 * 64 * 1000)
-    rates = {p: replay(trace, ATTENTION, room, p, chunk=64).hit_rate for p in ("lru", "rewarm")}
+    memory = int(2.5 * 20 * 64 * 1000)
+    rates = {p: replay(trace, ATTENTION, memory, p, chunk=64).hit_rate for p in ("lru", "rewarm")}
     assert rates["rewarm"] > rates["lru"] + 0.1
 
 

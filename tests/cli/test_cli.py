@@ -185,9 +185,9 @@ def test_what_a_disk_tier_holds_can_be_seen_checked_and_deleted(
     cache = PrefixCache(model, memory="64MB", disk=str(tmp_path), chunk=32)
     for salt in (None, "tenant"):
         run(model, cache, asked, salt=salt)
-    held = rewarm_cli("cache", "stats", "--disk", str(tmp_path))
-    assert held.returncode == 2
-    assert str(os.getpid()) in held.stderr
+    refused = rewarm_cli("cache", "stats", "--disk", str(tmp_path))
+    assert refused.returncode == 2
+    assert str(os.getpid()) in refused.stderr
     cache.close()
 
     assert "2 namespaces" in here("cache", "stats", "--disk", str(tmp_path)).stdout

@@ -11,7 +11,7 @@ import typer
 
 from .bench import NO_WARM, TTFT_BY_REQUEST, Bench, Messages, system, user
 from .client import Answered, hit
-from .figures import common, megabytes, percent
+from .figures import common
 from .scenario import Answer, SystemLength, Turns, at_least, scenario
 from .sides import Side, other, rewarm
 
@@ -68,8 +68,8 @@ def chat(
         options.append((*NO_WARM, "--memory", memory))
     questions = [bench.question(24) for _ in range(turns)]
     first = system(bench.text(shared))
-    columns = ("turn", "side", "prompt", "prefilled", "hit", "best", "TTFT ms", "held MB")
-    sheet = bench.result.sheet(f"{turns} turns of {answer} tokens", *columns)
+    columns = ("turn", "side", "prompt", "prefilled", "hit:.1%", "best:.1%", "TTFT ms:.0f")
+    sheet = bench.result.sheet(f"{turns} turns of {answer} tokens", *columns, "held MB:.2f")
     hits = bench.result.plot("Hit by turn", "turn", "%")
     times = bench.result.plot("Time to the first token by turn", "turn", "ms")
     held = bench.result.plot("Bytes held by turn", "turn", "MB")
@@ -78,36 +78,26 @@ def chat(
         with bench.concluding(lambda: _whole_chats(bench, talks)):
             for turn, talk in bench.in_turns("turns", talks, turns):
                 reply, name = talk.say(questions[turn], answer, ends=True), talk.side.name
-                nbytes = talk.side.held_bytes()
+                megabytes, ttft = talk.side.held_bytes() / 1e6, 1e3 * reply.ttft
+                facts = (name, reply.prompt, reply.prefilled, hit(reply), talk.best)
                 hits.add(name, turn + 1, 100 * hit(reply))
-                times.add(name, turn + 1, 1e3 * reply.ttft)
-                if nbytes is not None:
-                    held.add(name, turn + 1, nbytes / 1e6)
+                times.add(name, turn + 1, ttft)
+                held.add(name, turn + 1, megabytes)
                 if turn + 1 in SHOWN_TURNS or turn + 1 == turns:
-                    sheet.add(
-                        turn + 1,
-                        name,
-                        reply.prompt,
-                        reply.prefilled,
-                        percent(hit(reply)),
-                        percent(talk.best),
-                        f"{1e3 * reply.ttft:.0f}",
-                        megabytes(nbytes),
-                    )
+                    sheet.add(turn + 1, *facts, ttft, megabytes)
 
 
 def _whole_chats(bench: Bench, talks: list[Talk]) -> None:
     sheet = bench.result.sheet(
-        "all turns", "side", "tokens skipped", "prefill s", "generation s", "ahead of requests"
+        "all turns",
+        *("side", "tokens skipped:.1%", "prefill s:.2f", "generation s:.2f"),
+        "ahead of requests:,",
     )
     for talk in talks:
-        sheet.add(
-            talk.side.name,
-            percent(hit(*talk.replies)),
-            f"{sum(r.ttft for r in talk.replies):.2f}",
-            f"{sum(r.total - r.ttft for r in talk.replies):.2f}",
-            f"{talk.side.warm_tokens():,}",
-        )
+        prefill = sum(r.ttft for r in talk.replies)
+        generation = sum(r.total for r in talk.replies) - prefill
+        ahead = talk.side.warm_tokens()
+        sheet.add(talk.side.name, hit(*talk.replies), prefill, generation, ahead)
     _compare(bench, talks)
 
 
@@ -121,7 +111,8 @@ def branch(
 ) -> None:
     """Edits and forks at earlier turns of a chat."""
     sheet = bench.result.sheet(
-        f"after {turns} turns", "what", "side", "prompt", "hit", "best", "TTFT ms"
+        f"after {turns} turns",
+        *("what", "side", "prompt", "hit:.1%", "best:.1%", "TTFT ms:.0f"),
     )
     plot = bench.result.plot("Hit by request: a chat, then its forks", "request", "%")
     first = system(bench.text(200))
@@ -141,14 +132,8 @@ def branch(
 
         def row(talk: Talk, name: str, reply: Answered) -> None:
             plot.add(talk.side.name, len(talk.replies), 100 * hit(reply))
-            sheet.add(
-                name,
-                talk.side.name,
-                reply.prompt,
-                percent(hit(reply)),
-                percent(talk.best),
-                f"{1e3 * reply.ttft:.0f}",
-            )
+            ttft = 1e3 * reply.ttft
+            sheet.add(name, talk.side.name, reply.prompt, hit(reply), talk.best, ttft)
 
         with bench.concluding(lambda: _compare(bench, talks)):
             for turn, talk in bench.in_turns("turns", talks, turns):
@@ -163,7 +148,8 @@ def branch(
 def restart(bench: Bench, turns: Turns = 6, answer: Answer = 24) -> None:
     """The same chat over a restart, with the disk tier."""
     sheet = bench.result.sheet(
-        f"{turns} turns, a restart, and the next", "what", "side", "prompt", "hit", "TTFT ms"
+        f"{turns} turns, a restart, and the next",
+        *("what", "side", "prompt", "hit:.1%", "TTFT ms:.0f"),
     )
     plot = bench.result.plot("Hit by turn, the last one after a restart", "turn", "%")
     first = system(bench.text(400))
@@ -189,8 +175,7 @@ def restart(bench: Bench, turns: Turns = 6, answer: Answer = 24) -> None:
                         reply = side.ask(history, answer)
                         turn = len(history) // 2
                         what = f"turn {turn}" if turn <= turns else "after the restart"
-                        ttft = f"{1e3 * reply.ttft:.0f}"
-                        sheet.add(what, name, reply.prompt, percent(hit(reply)), ttft)
+                        sheet.add(what, name, reply.prompt, hit(reply), 1e3 * reply.ttft)
                         plot.add(name, turn, 100 * hit(reply))
                         history.append(reply.message)
                         after[name] = reply.ttft

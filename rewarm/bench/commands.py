@@ -36,6 +36,7 @@ class _Scenarios(TyperGroup):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
+        # Help and suggestions list the names of these; `get_command` gives the commands.
         self.commands.update((name, TyperCommand(name)) for name in MODULES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

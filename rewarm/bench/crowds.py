@@ -15,7 +15,7 @@ from rewarm.errors import InvalidOption
 
 from .bench import NO_WARM, TTFT_BY_REQUEST, Bench, Messages, system
 from .client import Answered, hit
-from .figures import Spread, amplification, megabytes, percent
+from .figures import Spread, amplification
 from .scenario import Answer, SystemLength, at_least, scenario
 from .sides import Side
 
@@ -30,8 +30,8 @@ def burst(
     """Parallel requests over one system prompt, cold and again."""
     sheet = bench.result.sheet(
         f"{parallel} at once over {shared:,} tokens",
-        *("round", "side", "hit", "prefilled", "amplification"),
-        *("first TTFT ms", "last TTFT ms", "seconds", "tokens/s"),
+        *("round", "side", "hit:.1%", "prefilled:,", "amplification:.3f"),
+        *("first TTFT ms:.0f", "last TTFT ms:.0f", "seconds:.2f", "tokens/s:.1f"),
     )
     plot = bench.result.plot("A burst's seconds, cold and again", "burst", "s")
     seconds: dict[str, dict[str, list[float]]] = {
@@ -57,25 +57,19 @@ def burst(
                     # The second burst shares its system prompt with the first one. The trie of its
                     # own prompts does not show that.
                     prompts = [bench.tokens(c) for c in chats] if name == "cold" else []
+                    firsts = [1e3 * r.ttft for r in replies]
                     each = [r.per_token for r in replies]
-                    sheet.add(
-                        f"{i + 1} {name}",
-                        side.name,
-                        *_work(replies, prompts),
-                        f"{1e3 * min(r.ttft for r in replies):.0f}",
-                        f"{1e3 * max(r.ttft for r in replies):.0f}",
-                        f"{took:.2f}",
-                        f"{sum(1 / e for e in each if e):.1f}" if all(each) else "-",
-                    )
+                    rate = sum(1 / e for e in each if e) if all(each) else None
+                    times = (min(firsts), max(firsts), took)
+                    sheet.add(f"{i + 1} {name}", side.name, *_work(replies, prompts), *times, rate)
 
 
-def _work(replies: list[Answered], prompts: list[list[int]]) -> tuple[str, str, str]:
+def _work(replies: list[Answered], prompts: list[list[int]]) -> tuple[object, object, object]:
     """Give the hit, the tokens that were prefilled, and the amplification over these prompts."""
     if not all(r.counted for r in replies):
-        return "-", "-", "-"
+        return None, None, None
     prefilled = sum(r.prefilled for r in replies)
-    amplified = f"{amplification(prefilled, prompts):.3f}" if prompts else ""
-    return percent(hit(*replies)), f"{prefilled:,}", amplified
+    return hit(*replies), prefilled, amplification(prefilled, prompts) if prompts else ""
 
 
 def _at_once(side: Side, chats: list[Messages], answer: int) -> list[Answered]:
@@ -98,8 +92,8 @@ def agent(
     recorded = _read(file)[:conversations]
     sheet = bench.result.sheet(
         f"{len(recorded)} conversations of {file.name}",
-        *("side", "requests", "prompt tokens", "hit", "prefilled", "amplification"),
-        *("TTFT ms", "held MB"),
+        *("side", "requests", "prompt tokens:,", "hit:.1%", "prefilled:,", "amplification:.3f"),
+        *("TTFT ms:.0f", "held MB:.2f"),
     )
     hits = bench.result.plot("Hit by request", "request", "%")
     times = bench.result.plot("Time to the first token by request", "request", "ms")
@@ -112,14 +106,10 @@ def agent(
                 replies = got[side.name]
                 if replies:
                     tokens = [bench.tokens(messages) for messages in prompts[: len(replies)]]
-                    sheet.add(
-                        side.name,
-                        len(replies),
-                        f"{sum(r.prompt for r in replies):,}",
-                        *_work(replies, tokens),
-                        f"{1e3 * Spread.of(r.ttft for r in replies).median:.0f}",
-                        megabytes(side.held_bytes()),
-                    )
+                    asked, work = sum(r.prompt for r in replies), _work(replies, tokens)
+                    ttft = 1e3 * Spread.of(r.ttft for r in replies).median
+                    megabytes = side.held_bytes() / 1e6
+                    sheet.add(side.name, len(replies), asked, *work, ttft, megabytes)
             times = [(side, [r.ttft for r in got[side.name]]) for side in sides]
             bench.compare(times, TTFT_BY_REQUEST)
 

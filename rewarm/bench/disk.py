@@ -23,8 +23,7 @@ from rewarm.cache.tiers.disk.store import Store
 from rewarm.values import Tokens
 
 from .bench import Bench
-from .figures import Spread, ratios
-from .local import Parts, median, milliseconds, prefill, random_tokens
+from .figures import Parts, Spread, median, milliseconds, prefill, random_tokens, ratios
 from .scenario import at_least, names, scenario
 
 PARTS = ("restore", "writer", "open")
@@ -75,8 +74,8 @@ def _restore(bench: Bench, model: Any, prompt: Tokens, folder: Path) -> None:
     sheet = bench.result.sheet(
         f"{len(prompt):,} tokens, {size / 1e6:.1f} MB in {len(paths)} files, "
         f"computed in {computed:,.0f} ms: the median in ms",
-        *("files", "restored", "plain read", "read / restored", "times faster than computing"),
-        *("from memory", "one copy"),
+        *("files", "restored:.1f", "plain read:.1f", "read / restored"),
+        *("times faster than computing:.0f", "from memory:.1f", "one copy:.1f"),
     )
     for dropped in (False, True) if hasattr(os, "posix_fadvise") else (False,):
         rounds = [
@@ -84,15 +83,11 @@ def _restore(bench: Bench, model: Any, prompt: Tokens, folder: Path) -> None:
             for _ in bench.each("restores", range(bench.rounds))
         ]
         took = median(rounds)
-        sheet.add(
-            "dropped from the page cache" if dropped else "in the page cache",
-            f"{took['restored']:.1f}",
-            f"{took['plain read']:.1f}",
-            ratios([r["restored"] for r in rounds], [r["plain read"] for r in rounds]),
-            f"{computed / took['restored']:.0f}",
-            f"{took['from memory']:.1f}",
-            f"{took['copy']:.1f}",
-        )
+        share = ratios([r["restored"] for r in rounds], [r["plain read"] for r in rounds])
+        where = "dropped from the page cache" if dropped else "in the page cache"
+        times = computed / took["restored"]
+        beside = (took["from memory"], took["copy"])
+        sheet.add(where, took["restored"], took["plain read"], share, times, *beside)
 
 
 def _restored(model: Any, prompt: Tokens, folder: Path, paths: list[Path], dropped: bool) -> Parts:
@@ -142,12 +137,7 @@ def _drop(paths: list[Path]) -> None:
 def _beside_the_writer(bench: Bench, model: Any, prompt: Tokens, folder: Path) -> None:
     sheet = bench.result.sheet(
         "decoding while the prompt is written",
-        "round",
-        "MB",
-        "seconds",
-        "tokens/s",
-        "idle",
-        "share",
+        *("round", "MB:.0f", "seconds:.1f", "tokens/s:.0f", "idle:.0f", "share:.2f"),
     )
     shares: list[float] = []
     for i in bench.each("rounds", range(bench.rounds)):
@@ -164,8 +154,7 @@ def _beside_the_writer(bench: Bench, model: Any, prompt: Tokens, folder: Path) -
         cache.close()
         idle = (before + after) / 2
         shares.append(busy / idle)
-        figures = (f"{written / 1e6:.0f}", f"{took:.1f}", f"{busy:.0f}", f"{idle:.0f}")
-        sheet.add(i + 1, *figures, f"{shares[-1]:.2f}")
+        sheet.add(i + 1, written / 1e6, took, busy, idle, shares[-1])
     bench.result.figures["decoding beside the writer, of the idle rate"] = str(Spread.of(shares))
 
 

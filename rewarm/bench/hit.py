@@ -18,7 +18,7 @@ from rewarm.values import Tokens
 
 from .archs import random_model, vocabulary
 from .bench import Bench
-from .local import Parts, median, prefill, random_tokens
+from .figures import Parts, median, prefill, random_tokens
 from .prefix import TAIL
 from .result import Sheet
 from .scenario import at_least, scenario
@@ -49,7 +49,8 @@ def hit(
     size = vocabulary(arch)
     prompt = random_tokens(length, size)
     sheet = bench.result.sheet(
-        f"{length:,} tokens and {TAIL} new ones, ms", "what", *PARTS, "in all"
+        f"{length:,} tokens and {TAIL} new ones, ms",
+        *("what", *(f"{part}:.1f" for part in PARTS), "in all:.1f"),
     )
 
     def ask(count: int, seed: int) -> Parts:
@@ -70,12 +71,12 @@ PARTS = ("look up, restore", "the new tokens", "storing them", "the first step")
 
 
 def _row(sheet: Sheet, what: str, parts: Parts) -> None:
-    sheet.add(what, *(f"{parts[part]:.1f}" for part in PARTS), f"{sum(parts.values()):.1f}")
+    sheet.add(what, *(parts[part] for part in PARTS), sum(parts.values()))
 
 
 def _passes(bench: Bench, model: Any, cache: PrefixCache, prompt: Tokens, size: int) -> None:
     """Measure the model on so many tokens after a hit, without logits, as in a prefill."""
-    sheet = bench.result.sheet("a pass of the model after a hit", "tokens", "ms, median")
+    sheet = bench.result.sheet("a pass of the model after a hit", "tokens", "ms, median:.1f")
     for count in bench.each("passes", PASSES):
         rounds = []
         for i in range(bench.rounds):
@@ -87,7 +88,7 @@ def _passes(bench: Bench, model: Any, cache: PrefixCache, prompt: Tokens, size: 
             with rounds[-1].timed("pass"):
                 model(mx.array(tokens)[None], cache=caches)
                 mx.eval([c.state for c in caches])
-        sheet.add(count, f"{median(rounds)['pass']:.1f}")
+        sheet.add(count, median(rounds)["pass"])
 
 
 def _prepare_profiler() -> None:
@@ -115,9 +116,7 @@ def _kernels(bench: Bench, do: Callable[[], object], folder: Path) -> None:
     busy = sum(map(sum, by_name.values()))
     sheet = bench.result.sheet(
         f"{len(ran):,} kernels, at work for {busy:.1f} of {span / 1e3:.1f} ms",
-        "kernel",
-        "ms",
-        "runs",
+        *("kernel", "ms:.2f", "runs"),
     )
     for name, took in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
-        sheet.add(name, f"{sum(took):.2f}", len(took))
+        sheet.add(name, sum(took), len(took))

@@ -14,8 +14,7 @@ from rewarm.cache.tree import WIDTH, Node, Tree, encode
 from rewarm.values import Tokens
 
 from .bench import Bench
-from .figures import Spread, ratios
-from .local import milliseconds, random_tokens
+from .figures import Spread, milliseconds, random_tokens, ratios
 from .result import Sheet
 from .scenario import at_least, scenario
 
@@ -39,12 +38,12 @@ def index(
     prompt = random_tokens(tokens, VOCABULARY)
     make_tree, make_trie = partial(_tree_of, prompt), partial(_trie_of, prompt)
     sizes = bench.result.sheet(
-        f"the index of {tokens:,} tokens in nodes of {NODE}", "side", "bytes a token"
+        f"the index of {tokens:,} tokens in nodes of {NODE}", "side", "bytes a token:.1f"
     )
-    sizes.add("rewarm", f"{_allocated(make_tree) / tokens:.1f}")
-    sizes.add("mlx-lm's trie", f"{_allocated(make_trie) / tokens:.1f}")
+    sizes.add("rewarm", _allocated(make_tree) / tokens)
+    sizes.add("mlx-lm's trie", _allocated(make_trie) / tokens)
     tree, trie = make_tree(), make_trie()
-    columns = ("prompt", "rewarm", "at most", "mlx-lm's trie", "times rewarm's")
+    columns = ("prompt", "rewarm:.2f", "at most:.2f", "mlx-lm's trie:.2f", "times rewarm's")
     sheet = bench.result.sheet("a match, ms", *columns)
     for share in SHARES:
         asked = prompt.copy()
@@ -66,7 +65,7 @@ def _row(sheet: Sheet, name: str, took: dict[str, list[float]]) -> None:
     if all(took.values()):
         ours, theirs = Spread.of(took["rewarm"]), Spread.of(took["trie"])
         times = ratios(took["rewarm"], took["trie"])
-        sheet.add(name, f"{ours.median:.2f}", f"{ours.most:.2f}", f"{theirs.median:.2f}", times)
+        sheet.add(name, ours.median, ours.most, theirs.median, times)
 
 
 def _walk(tree: Tree, tokens: Tokens) -> None:

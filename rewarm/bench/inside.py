@@ -17,7 +17,7 @@ from rewarm.session import Session
 
 from .bench import NO_WARM, Bench, Messages, system
 from .client import Answered
-from .figures import Spread, megabytes, ratios, trie_size
+from .figures import Spread, ratios, trie_size
 from .result import Plot, Sheet
 from .scenario import Answer, Turns, at_least, scenario
 from .sides import other
@@ -33,8 +33,8 @@ def memory(
     """Bytes held for each distinct token as conversations grow."""
     sheet = bench.result.sheet(
         f"{conversations} conversations over one system prompt",
-        *("turn", "distinct tokens", "held MB", "bytes a token", "rows alone", "checkpoints"),
-        *(["peer's MB"] if bench.peer else []),
+        *("turn", "distinct tokens:,", "held MB:.2f", "bytes a token:,.0f", "rows alone:,.0f"),
+        *("checkpoints:.0%", *(["peer's MB:.2f"] if bench.peer else [])),
     )
     plot = bench.result.plot("Bytes a distinct token", "turn", "KB")
     starting = other(bench.peer, bench.location) if bench.peer else nullcontext()
@@ -58,17 +58,13 @@ def memory(
             distinct, rows = trie_size(prompts), kinds["rows"] + kinds["window"]
             plot.add("all", turn + 1, stats.held / distinct / 1e3)
             plot.add("rows and windows", turn + 1, rows / distinct / 1e3)
-            sheet.add(
-                turn + 1,
-                f"{distinct:,}",
-                megabytes(stats.held),
-                f"{stats.held / distinct:,.0f}",
-                f"{rows / distinct:,.0f}",
-                f"{kinds['checkpoint'] / max(stats.held, 1):.0%}",
-                *([megabytes(peer.held_bytes())] if peer is not None else []),
-            )
-            if peer is not None and (held := peer.held_bytes()) is not None:
-                plot.add(peer.name, turn + 1, held / distinct / 1e3)
+            ours = (stats.held / 1e6, stats.held / distinct, rows / distinct)
+            share = kinds["checkpoint"] / max(stats.held, 1)
+            theirs = []
+            if peer is not None:
+                theirs = [peer.held_bytes() / 1e6]
+                plot.add(peer.name, turn + 1, theirs[0] * 1e3 / distinct)
+            sheet.add(turn + 1, distinct, *ours, share, *theirs)
 
 
 class Generated(NamedTuple):
@@ -97,7 +93,8 @@ def overhead(
 ) -> None:
     """The cost of the cache where nothing is cached: cold prompts and decoding, against mlx-lm."""
     sheet = bench.result.sheet(
-        "against mlx-lm without a cache", "what", "rewarm", "mlx-lm", "rewarm / mlx-lm"
+        "against mlx-lm without a cache",
+        *("what", "rewarm:.4f", "mlx-lm:.4f", "rewarm / mlx-lm"),
     )
     plot = bench.result.plot(f"Time to the first token of {length:,}, cold", "round", "s")
     one, many = f"one message of {length:,}", f"{messages} messages"
@@ -119,7 +116,7 @@ def overhead(
                 found = runs[side](model, tokenizer, chat, answer)
                 if i:  # the first round warms up
                     cold[name][side].append(found)
-    over = bench.result.sheet("over HTTP", "what", "side", "s", "times rewarm's")
+    over = bench.result.sheet("over HTTP", "what", "side", "s:.4f", "times rewarm's")
     with bench.sides(NO_WARM) as sides:
         got: Replies = {side.name: {name: [] for name in cold} for side in sides}
         with bench.concluding(partial(_http_rows, over, got, cold)):
@@ -150,8 +147,7 @@ def _cold_rows(sheet: Sheet, plot: Plot, cold: Cold) -> None:
 def _row(sheet: Sheet, name: str, found: dict[str, list[Generated]], figure: str) -> None:
     ours, theirs = ([getattr(each, figure) for each in answers] for answers in found.values())
     if ours and theirs:
-        medians = (f"{Spread.of(values).median:.4f}" for values in (ours, theirs))
-        sheet.add(name, *medians, ratios(theirs, ours))
+        sheet.add(name, Spread.of(ours).median, Spread.of(theirs).median, ratios(theirs, ours))
 
 
 def _http_rows(sheet: Sheet, got: Replies, cold: Cold) -> None:
@@ -167,9 +163,9 @@ def _http_rows(sheet: Sheet, got: Replies, cold: Cold) -> None:
         for side, values in by_side.items():
             if values:
                 ratio = ratios(ours, values) if values is not ours and ours else ""
-                sheet.add(what, side, f"{Spread.of(values).median:.4f}", ratio)
+                sheet.add(what, side, Spread.of(values).median, ratio)
     inside = Spread.of(each.each for each in cold[long]["rewarm"])
-    sheet.add("… not over HTTP", "rewarm", f"{inside.median:.4f}", "")
+    sheet.add("… not over HTTP", "rewarm", inside.median, "")
 
 
 def _with_session(model: Any, tokenizer: Any, chat: Messages, answer: int) -> Generated:

@@ -51,10 +51,10 @@ def page(
             change()
         tasks = Path(f"/proc/{side.process.pid}/task")
         if tasks.exists():
-            sheet = bench.result.sheet("processor time of the server", "question", "ms")
+            sheet = bench.result.sheet("processor time of the server", "question", "ms:.2f")
             for path, times in QUESTIONS.items():
                 took = [_cost(side, path, tasks, change) for _ in bench.each(path, range(times))]
-                sheet.add(path, f"{1e3 * sum(took) / times:.2f}")
+                sheet.add(path, 1e3 * sum(took) / times)
         questions = cycle((LIVE, TREE))
 
         def poll() -> None:
@@ -69,9 +69,9 @@ def page(
 
 
 def _rows(bench: Bench, rates: dict[str, list[float]], polls: float) -> None:
-    sheet = bench.result.sheet("tokens/s of one stream", "round", *rates)
+    sheet = bench.result.sheet("tokens/s of one stream", "round", *(f"{way}:.1f" for way in rates))
     for i, pair in enumerate(zip(*rates.values(), strict=False)):
-        sheet.add(i + 1, *(f"{rate:.1f}" for rate in pair))
+        sheet.add(i + 1, *pair)
     if rates["polled"]:
         share = ratios(rates["alone"], rates["polled"])
         bench.result.figures["polled, of the rate alone"] = str(share)

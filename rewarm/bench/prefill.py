@@ -74,8 +74,8 @@ def prefill(
     sizes = numbers("--lengths", lengths)
     sheet = bench.result.sheet(
         f"medians of {bench.rounds}",
-        *("model", "tokens", "way", "tokens/s", "mlx-lm / it", "ms a token after it"),
-        *("GFLOP/s", "of a product's"),
+        *("model", "tokens:,", "way", "tokens/s:,.0f", "mlx-lm / it", "ms a token after it:.1f"),
+        *("GFLOP/s:,.0f", "of a product's:.0%"),
     )
     for arch in archs.split(","):
         with ExitStack() as stack:
@@ -149,15 +149,10 @@ def _rows(sheet: Sheet, arch: str, length: int, workers: Sequence[Worker], rate:
     stock = workers[0].way.prefills
     for way in (worker.way for worker in workers if worker.way.prefills and stock):
         seconds = Spread.of(way.prefills).median
+        faster, step = ratios(way.prefills, stock), 1e3 * Spread.of(way.steps).median
+        done = flops / seconds
         sheet.add(
-            arch,
-            f"{length:,}",
-            way.name,
-            f"{length / seconds:,.0f}",
-            ratios(way.prefills, stock),
-            f"{1e3 * Spread.of(way.steps).median:.1f}",
-            f"{flops / seconds / 1e9:,.0f}",
-            f"{flops / seconds / rate:.0%}",
+            *(arch, length, way.name, length / seconds, faster, step, done / 1e9, done / rate)
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from statistics import median
 from typing import Annotated, NamedTuple
 
 import mlx.core as mx
@@ -23,8 +24,7 @@ from rewarm.values import Boundary, Cost, Finish, Sampled, Tokens
 
 from .bench import NO_WARM, Bench, system
 from .client import Answered, hit
-from .figures import Spread, percent, ratios
-from .local import Parts, random_tokens
+from .figures import Parts, Spread, random_tokens, ratios
 from .result import Plot, Sheet
 from .scenario import Answer, numbers, scenario
 from .sides import Side
@@ -80,12 +80,13 @@ def prefix(
     wanted = numbers("--lengths", lengths, TAIL + 1) if lengths is not None else None
     sheet = bench.result.sheet(
         "from tokens",
-        *("tokens", "what", "TTFT ms", "faster", "total ms", "cached", "replayed"),
-        *("lookup ms", "restore ms", "prefill ms"),
+        *("tokens:,", "what", "TTFT ms:.1f", "faster", "total ms:.1f", "cached:,", "replayed:,"),
+        *("lookup ms:.2f", "restore ms:.2f", "prefill ms:.1f"),
     )
     speed = bench.result.sheet(
         "restore, beside one copy of its bytes: the least (the median)",
-        *("tokens", "MB", "restore ms", "one copy ms", "into memory at hand", "times one copy"),
+        *("tokens:,", "MB:.1f", "restore ms", "one copy ms", "into memory at hand"),
+        "times one copy:.2f",
     )
     plot = bench.result.plot("Time to the first token by length", "tokens", "ms", log_x=True)
     with _engine(bench.location) as running:
@@ -177,19 +178,13 @@ def _rows(bench: Bench, sheet: Sheet, plot: Plot, length: int, rounds: Rounds) -
         faster = ratios([c.ttft_ms for c in costs], cold)
         if name != "cold":
             bench.result.figures[f"{length:,} tokens, {name}: times faster than cold"] = str(faster)
-        ttft = Spread.of(c.ttft_ms for c in costs).median
+        ttft, total = median(c.ttft_ms for c in costs), median(each.total_ms for each in timed)
         plot.add(name, length, ttft)
+        match = costs[-1].match
+        parts = [(c.match_ms, c.restore_ms, c.prefill_ms) for c in costs]
         sheet.add(
-            f"{length:,}",
-            name,
-            f"{ttft:.1f}",
-            "" if name == "cold" else faster,
-            f"{Spread.of(each.total_ms for each in timed).median:.1f}",
-            f"{costs[-1].match.resume:,}",
-            f"{costs[-1].match.replay:,}",
-            f"{Spread.of(c.match_ms for c in costs).median:.2f}",
-            f"{Spread.of(c.restore_ms for c in costs).median:.2f}",
-            f"{Spread.of(c.prefill_ms for c in costs).median:.1f}",
+            *(length, name, ttft, "" if name == "cold" else faster, total),
+            *(match.resume, match.replay, *map(median, zip(*parts, strict=True))),
         )
 
 
@@ -223,18 +218,18 @@ def _restore_row(sheet: Sheet, length: int, restores: list[Parts]) -> None:
         names = ("restore", "new", "at hand")
         took = [Spread.of(parts[name] for parts in restores) for name in names]
         sheet.add(
-            f"{length:,}",
-            f"{restores[-1]['bytes'] / 1e6:.1f}",
+            length,
+            restores[-1]["bytes"] / 1e6,
             *(f"{spread.least:.2f} ({spread.median:.2f})" for spread in took),
             # The least, since disturbances only add time.
-            f"{took[0].least / took[1].least:.2f}",
+            took[0].least / took[1].least,
         )
 
 
 def _over_http(bench: Bench, lengths: list[int], answer: int) -> None:
     sheet = bench.result.sheet(
         "over HTTP: a system prompt and a question",
-        *("tokens", "what", "side", "TTFT ms", "faster", "total ms", "hit"),
+        *("tokens:,", "what", "side", "TTFT ms:.1f", "faster", "total ms:.1f", "hit:.1%"),
     )
     with bench.sides(NO_WARM) as sides:
         for length in lengths:
@@ -267,13 +262,7 @@ def _http_rows(
                 continue
             replies = [answers[name] for answers in got[side.name]]
             cold = [answers["cold"].ttft for answers in got[side.name]]
-            sheet.add(
-                f"{length:,}",
-                name,
-                side.name,
-                f"{1e3 * Spread.of(took).median:.1f}",
-                "" if name == "cold" else ratios(took, cold),
-                f"{1e3 * Spread.of(r.total for r in replies).median:.1f}",
-                percent(hit(replies[-1])),
-            )
+            faster = "" if name == "cold" else ratios(took, cold)
+            ttft, total = 1e3 * median(took), 1e3 * median(r.total for r in replies)
+            sheet.add(length, name, side.name, ttft, faster, total, hit(replies[-1]))
         bench.compare(times, f"{length:,} tokens over HTTP, {name}: {{peer}} over {{ours}}")

@@ -15,8 +15,7 @@ from rewarm.accel import delta
 
 from .archs import dtype, random_model, text_config
 from .bench import Bench
-from .figures import Spread, ratios
-from .local import milliseconds
+from .figures import Spread, milliseconds, ratios
 from .scenario import Archs, at_least, scenario
 
 nn: Any = importlib.import_module("mlx.nn")  # mypy does not see its names, which come by a star
@@ -46,7 +45,7 @@ def recurrences(
     ours = _functions()
     found = [*_delta_rules(models, tokens, looped, ours), *_others(tokens, looped, ours)]
     sheet = bench.result.sheet(
-        "ms, the least; the ratio is the median", "recurrence", "way", "ms", "mlx-lm / it"
+        "ms, the least; the ratio is the median", "recurrence", "way", "ms:.2f", "mlx-lm / it"
     )
     for name, ways in bench.each("recurrences", found):
         took: dict[str, list[float]] = {way: [] for way in ways}
@@ -55,7 +54,7 @@ def recurrences(
         for _, way in bench.in_turns(name, list(ways), bench.rounds):
             took[way].append(_timed(ways[way]))
         for way, values in took.items():
-            sheet.add(name, way, f"{Spread.of(values).least:.2f}", ratios(values, took["mlx-lm"]))
+            sheet.add(name, way, min(values), ratios(values, took["mlx-lm"]))
     for arch in models:
         _layer(bench, arch, tokens)
 

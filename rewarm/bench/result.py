@@ -6,7 +6,8 @@ import json
 import math
 import platform
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import InitVar, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,21 @@ class Sheet:
     title: str
     columns: list[str]
     rows: list[list[str]] = field(default_factory=list)
+    formats: InitVar[Sequence[str]] = ()
+    """The format of each column's numbers, while rows are added."""
+
+    def __post_init__(self, formats: Sequence[str]) -> None:
+        self._formats = formats
 
     def add(self, *cells: object) -> None:
-        self.rows.append([str(cell) for cell in cells])
+        """Add a row. An unknown number, None or NaN, is shown as a dash."""
+        self.rows.append([_shown(*each) for each in zip(cells, self._formats, strict=True)])
+
+
+def _shown(cell: object, form: str) -> str:
+    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
+        return "-"
+    return cell if isinstance(cell, str) else format(cell, form)
 
 
 @dataclass
@@ -59,8 +72,11 @@ class Result:
     complete: bool = False
 
     def sheet(self, title: str, *columns: str) -> Sheet:
-        self.sheets.append(Sheet(title, list(columns)))
-        return self.sheets[-1]
+        """Begin a table. A column may have a format, as in "hit:.1%"."""
+        split = [column.partition(":") for column in columns]
+        sheet = Sheet(title, [name for name, _, _ in split], formats=[form for *_, form in split])
+        self.sheets.append(sheet)
+        return sheet
 
     def plot(self, title: str, x: str, y: str, *, log_x: bool = False) -> Plot:
         self.plots.append(Plot(title, x, y, log_x=log_x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import math
 import os
 import re
 import shlex
@@ -115,15 +116,15 @@ class Side:
                 return
             time.sleep(0.01)
 
-    def held_bytes(self) -> int | None:
-        """Read the bytes that its cache holds; None where it does not say."""
+    def held_bytes(self) -> float:
+        """Read the bytes that its cache holds; NaN where it does not say."""
         if self.ours:
             kinds = get(f"{self.url}/v1/cache")["bytes"]["memory"]
             return sum(int(n) for kind, n in kinds.items() if kind != "index")
         try:
             return int((self.folder / NOTE).read_text())
         except (OSError, ValueError):
-            return None
+            return math.nan
 
     def warm_tokens(self) -> int:
         """Read the tokens that were computed ahead of requests."""

@@ -61,23 +61,17 @@ def trace(
     result.figures["hit rate that no cache can beat"] = f"{1 - trie / found.prompt_tokens:.2%}"
     sheet = result.sheet(
         f"{found.name}, {model.name}",
-        *("budget", "policy", "hit rate", "amplification", "FLOPs saved", "checkpoints"),
-        "gap closed",
+        *("budget", "policy", "hit rate:.2%", "amplification:.2f", "FLOPs saved:.1%"),
+        *("checkpoints:.0%", "gap closed"),
     )
     hits = result.plot("Token hit rate", "budget, GB", "%", log_x=True)
     work = result.plot("Prefill amplification", "budget, GB", "", log_x=True)
 
     def rows(budget: int, outcomes: dict[str, Outcome]) -> None:
         for name, outcome in outcomes.items():
-            sheet.add(
-                f"{budget / 1e9:g} GB",
-                name,
-                f"{outcome.hit_rate:.2%}",
-                f"{outcome.amplification:.2f}",
-                f"{outcome.flops_saved / outcome.flops_all:.1%}",
-                f"{outcome.checkpoint_bytes / max(outcome.held_bytes, 1):.0%}",
-                _gap_closed(outcomes) if name == "rewarm" else "",
-            )
+            work_done = (outcome.hit_rate, outcome.amplification, outcome.flops_saved_share)
+            gap = _gap_closed(outcomes) if name == "rewarm" else ""
+            sheet.add(f"{budget / 1e9:g} GB", name, *work_done, outcome.checkpoint_share, gap)
             hits.add(name, budget / 1e9, 100 * outcome.hit_rate)
             work.add(name, budget / 1e9, outcome.amplification)
 
@@ -119,12 +113,9 @@ class Outcome:
     prompt_tokens: int
     cached_tokens: int
     trie_tokens: int
-    flops_saved: float
-    flops_all: float
-    checkpoint_bytes: int
-    """The bytes of checkpoints in memory at the end of the trace."""
-    held_bytes: int
-    """The bytes of everything in memory at the end of the trace."""
+    flops_saved_share: float
+    checkpoint_share: float
+    """The share of checkpoints in the bytes that memory holds at the end of the trace."""
     evictions: int
 
     @property
@@ -265,9 +256,7 @@ def _replayed(
         prompt_tokens=trace.prompt_tokens,
         cached_tokens=cached,
         trie_tokens=trace.trie_tokens,
-        flops_saved=saved,
-        flops_all=total,
-        checkpoint_bytes=stats.memory.kinds["checkpoint"],
-        held_bytes=stats.held,
+        flops_saved_share=saved / total,
+        checkpoint_share=stats.memory.kinds["checkpoint"] / max(stats.held, 1),
         evictions=stats.evictions,
     )

@@ -24,7 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from rewarm.accel import delta
 
 from .archs import dtype, random_model, vocabulary
-from .local import milliseconds
+from .figures import milliseconds
 
 WARM_UP = 64
 """Tokens of a first prompt, with which MLX compiles the operations that every length needs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rewarm.bench.client import Answered, hit
-from rewarm.bench.figures import Spread, amplification, common, percent, ratios, trie_size
+from rewarm.bench.figures import Spread, amplification, common, ratios, trie_size
 from rewarm.bench.prefix import usual
 from rewarm.bench.profiles import Profile, profile
 from rewarm.bench.report import draw_all, write
@@ -76,9 +77,8 @@ def test_hits_are_weighed_by_tokens_and_unknown_where_a_server_keeps_them_to_its
         Answered(prompt=90, cached=60, counted=True),
     )
     assert hit(short, long) == 0.6
-    assert percent(hit(short, long)) == "60.0%"
-    assert percent(hit(short, Answered(prompt=10))) == "-"
-    assert percent(hit()) == "-"
+    assert math.isnan(hit(short, Answered(prompt=10)))
+    assert math.isnan(hit())
 
 
 def test_budgets_double_over_a_range() -> None:
@@ -208,6 +208,16 @@ def test_a_result_is_read_back_as_it_was_and_drawn(tmp_path: Path) -> None:
     assert "rewarm &lt;1&gt;" in page
     with pytest.raises(InvalidOption, match="no results"):
         write(tmp_path / "elsewhere")
+
+
+def test_a_table_shows_numbers_as_its_columns_say_and_a_dash_where_one_is_unknown() -> None:
+    sheet = Result("chat", "pocket").sheet("turns", "turn", "hit:.1%", "tokens:,", "ratio")
+    sheet.add(1, 0.6, 12_345, Spread(2.0, 1.0, 3.0))
+    sheet.add(2, math.nan, None, "")
+    assert sheet.columns == ["turn", "hit", "tokens", "ratio"]
+    assert sheet.rows == [["1", "60.0%", "12,345", "2.00 (1.00 to 3.00)"], ["2", "-", "-", ""]]
+    with pytest.raises(ValueError, match="shorter"):
+        sheet.add(3)
 
 
 def test_a_plot_of_nothing_says_so() -> None:

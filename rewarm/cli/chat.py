@@ -231,7 +231,11 @@ def _keep_history() -> None:
     try:
         import readline
 
-        path = _history_file()
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        path = private_folder(state / "rewarm") / "history"
+        if os.path.lexists(path):
+            check_file(path)
+        path.touch(mode=0o600)
     except NotPrivate as error:
         log.warning("what is typed is not kept: %s", error)
     except (ImportError, OSError):
@@ -241,12 +245,3 @@ def _keep_history() -> None:
             readline.read_history_file(path)
         readline.set_history_length(HISTORY)
         atexit.register(readline.write_history_file, path)
-
-
-def _history_file() -> Path:
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    path = private_folder(state / "rewarm") / "history"
-    if path.is_symlink() or path.exists():
-        check_file(path)
-    path.touch(mode=0o600)
-    return path

@@ -104,13 +104,13 @@ class EngineOptions:
     max_batch: int = option(32, "Answers generated at once.")
     max_queue: int = option(256, "Requests that may wait.")
     context: int | None = option(None, "Lower the model's context to so many tokens.")
-    room: int | None = None
+    running_memory: int | None = None
     """Bytes that running requests may take together; by default a share of the free memory."""
     rehearse: bool = True
     """Compile what requests need before the engine is ready, and not during the first request."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_queue", "context", "room"):
+        for name in ("max_batch", "max_queue", "context", "running_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidOption(f"{name}={value!r}: give 1 or more")

@@ -11,7 +11,7 @@ from typing import Any
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.identity import evaluate
-from rewarm.engine import Core, Engine, EngineParts, Request
+from rewarm.engine import Core, Engine, EngineParts, Request, Sink
 from rewarm.options import EngineOptions
 from rewarm.values import Cost, Finish, Sampled
 
@@ -21,7 +21,7 @@ from .tiny import tiny_model, tool_tokenizer
 PATIENCE = 120.0
 
 
-class Collected:
+class Collected(Sink):
     """A sink that keeps all results of one request."""
 
     def __init__(self, on_token: Callable[[Sampled], bool] | None = None) -> None:

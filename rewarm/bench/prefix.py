@@ -18,9 +18,9 @@ import typer
 import rewarm
 from rewarm.cache import PrefixCache
 from rewarm.cache.payload import detached
-from rewarm.engine import Engine, EngineParts, Request
+from rewarm.engine import Engine, EngineParts, Request, Sink
 from rewarm.options import EngineOptions
-from rewarm.values import Boundary, Cost, Finish, Sampled, Tokens
+from rewarm.values import Boundary, Cost, Tokens
 
 from .bench import NO_WARM, Bench, system
 from .client import Answered, hit
@@ -127,18 +127,12 @@ def _round(
     gc.collect()
 
 
-class Waiting:
+class Waiting(Sink):
     """A sink that keeps the cost of its request for the thread that waits for it."""
 
     def __init__(self) -> None:
         self.cost: Future[Cost] = Future()
 
-    def fetched(self, done: int, total: int) -> None: ...
-    def prefilled(self, done: int, total: int) -> None: ...
-    def token(self, choice: int, sampled: Sampled) -> bool:
-        return False
-
-    def ended(self, choice: int, reason: Finish) -> None: ...
     def done(self, cost: Cost) -> None:
         self.cost.set_result(cost)
 

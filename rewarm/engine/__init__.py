@@ -6,12 +6,4 @@ from .loop import EngineStats
 from .messages import PromptPath
 from .request import Request, Sink
 
-__all__ = [
-    "Core",
-    "Engine",
-    "EngineParts",
-    "EngineStats",
-    "PromptPath",
-    "Request",
-    "Sink",
-]
+__all__ = ["Core", "Engine", "EngineParts", "EngineStats", "PromptPath", "Request", "Sink"]

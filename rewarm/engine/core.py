@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import secrets
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
@@ -19,36 +21,19 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.identity import evaluate
 from rewarm.cache.memory import auto_size
 from rewarm.cache.model import checked_tokens, context_size, vocabulary_size
-from rewarm.cache.tiers.base import Found
 from rewarm.cache.views.miss import Missed
 from rewarm.errors import CannotLoad, ContextExceeded, InvalidOption, NotReady, QueueFull
 from rewarm.options import EngineOptions, parse_size
 from rewarm.values import Match
 
-from .decode.base import Decoder
 from .decode.batch import Batch
 from .decode.check import decodes_in_batches, running_bytes
 from .decode.sampling import checked
-from .fetching import unheard
-from .inbox import Inbox
 from .loop import EngineStats, Loop
-from .messages import (
-    Cancel,
-    Clear,
-    Close,
-    Explain,
-    FindMatch,
-    MarkIdle,
-    Message,
-    PromptPath,
-    Question,
-    Resize,
-    Submit,
-    Warm,
-)
-from .request import Request
+from .messages import Cancel, Close, Inbox, Message, PromptPath, Question, Submit, Warm
+from .rehearsal import rehearse
+from .request import Request, Running
 from .runner import Runner
-from .running import Running
 from .scheduler import Scheduler
 
 log = logging.getLogger("rewarm.engine")
@@ -90,20 +75,14 @@ class Core:
         options: EngineOptions | None = None,
         *,
         owned: bool = False,
-        follows: bool = False,
         bounded: bool = True,
-        decoder: type[Decoder] = Batch,
-        rehearse: Callable[[Runner], None] = lambda runner: None,
+        decoder: type[Batch] = Batch,
     ) -> None:
-        """`owned`: no other code holds or changes the model. `follows`: it is turned by `follow`
-        alone, and posts no message by itself. `bounded`: prompts longer than the model's context
-        are refused. `rehearse` is called with a runner before memory is measured. Where `max_batch`
-        is 1, no batch is tried out."""
+        """`owned`: no other code holds or changes the model. Only then are first prompts rehearsed.
+        `bounded`: prompts longer than the model's context are refused. Where `max_batch` is 1, no
+        batch is tried out."""
         self.options = options or EngineOptions()
         self.model, self.tokenizer, self.cache = parts
-        self.on_turn: Callable[[Sequence[Message]], None] | None = None
-        """Called before each turn with the messages that it takes. Another core of the same model
-        does the same turns when its `follow` gets these lists one after the other."""
         self.stopping = False
         self._inbox = Inbox()
         with mx.stream(STREAM):
@@ -115,15 +94,22 @@ class Core:
             """The most tokens that prompt and answer may have together."""
             runner = self._made_runner(decoder)
             self.cache.attach(owned=owned)
-            rehearse(runner)
-            most, room = self.options.max_batch, self.options.room or auto_size()
-            window = self.cache.layout.shortest_window
-            scheduler = Scheduler[Running](most, room, self.cache.chunk, window, decoder.most)
+            if owned:
+                if self.options.rehearse:
+                    rehearse(runner)
+                gc.collect()  # a cache has circular references, and memory is measured next
+            scheduler = Scheduler[Running](
+                self.options.max_batch,
+                self.options.running_memory or auto_size(),
+                self.cache.chunk,
+                self.cache.layout.shortest_window,
+                decoder.most,
+            )
             # The loop gets no method of this core: that would be a circle of references, which
             # keeps the core and its cache until the garbage collector runs.
-            self._loop = Loop(runner, scheduler, unheard if follows else self._inbox.post)
+            self._loop = Loop(runner, scheduler, self._inbox)
 
-    def _made_runner(self, decoder: type[Decoder]) -> Runner:
+    def _made_runner(self, decoder: type[Batch]) -> Runner:
         model, cache, several = self.model, self.cache, self.options.max_batch > 1
         try:
             batched = several and decodes_in_batches(model, cache.blank, self._vocabulary)
@@ -184,26 +170,30 @@ class Core:
     def mark_idle(self, path: PromptPath) -> None:
         """Say that the chat which this prompt belongs to waits for a person."""
         if not self.stopping:
-            self._inbox.post(MarkIdle(self._checked(path)))
+            given = vars(self._checked(path))
+            self._inbox.post(Question(partial(PrefixCache.mark_idle, **given)))
 
     def match(self, path: PromptPath) -> Future[Match]:
         """Find how much of a prompt could be reused at the next turn. Waits for lower tiers."""
-        path = self._checked(path)
-        return self._ask(FindMatch(path, self._below(path)))
+        given = vars(self._checked(path))
+        below = self.cache.ask_tiers(**given)
+        return self._ask(partial(PrefixCache.match, **given, tiers=below))
 
     def explain(self, path: PromptPath, other_salts: Sequence[str] = ()) -> Future[Missed]:
         """Find why no more of a prompt could be reused at the next turn. Waits for lower tiers."""
-        path = self._checked(path)
-        return self._ask(Explain(path, self._below(path), tuple(other_salts)))
+        given = vars(self._checked(path))
+        below, others = self.cache.ask_tiers(**given), tuple(other_salts)
+        return self._ask(partial(PrefixCache.miss, **given, tiers=below, other_salts=others))
 
     def clear(self, *, give_back: bool = True) -> Future[Sequence[Future[None]]]:
         """Forget everything that is stored. Running requests go on, and store nothing more. The
         result has a future for each deletion that lower tiers still have to do."""
-        return self._ask(Clear(give_back))
+        return self._ask(partial(PrefixCache.clear, give_back=give_back, wait=False))
 
     def resize(self, memory: int | str) -> Future[None]:
         """Give the cache another budget. It evicts the excess at once, except what is in use."""
-        return self._ask(Resize(parse_size(memory) if memory != "auto" else auto_size()))
+        nbytes = parse_size(memory) if memory != "auto" else auto_size()
+        return self._ask(partial(PrefixCache.resize, memory=nbytes))
 
     def post(self, message: Message) -> None:
         """Leave a message for the next turn."""
@@ -216,7 +206,7 @@ class Core:
         """Take no more messages. What runs ends by itself, or by force after `grace` seconds."""
         with self._inbox.changed:
             self.stopping = True
-            self._inbox.post(Close(), at=time.monotonic() + grace)
+            self._inbox.post(Close(), grace)
 
     def stats(self) -> EngineStats:
         """Count what runs and what waits."""
@@ -228,11 +218,6 @@ class Core:
     def has_requests(self) -> bool:
         """Say whether a request is not answered yet."""
         return bool(self._loop.requests or self._inbox.waiting())
-
-    @property
-    def has_work(self) -> bool:
-        """Say whether another turn would do something."""
-        return self._loop.has_work or bool(self._inbox.waiting())
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until there is work or the core is to stop; False where it took too long."""
@@ -248,9 +233,10 @@ class Core:
     def follow(
         self, messages: Sequence[Message], taken: Callable[[], object] = lambda: None
     ) -> None:
-        """Take one turn over these messages, and no others. `taken` is called after each."""
-        if self.on_turn is not None:
-            self.on_turn(messages)
+        """Take one turn over these messages, and no others. `taken` is called after each.
+
+        Another core of the same model does the same turns when it follows with the same messages,
+        list by list."""
         with mx.stream(STREAM):
             for message in messages:
                 try:
@@ -276,12 +262,10 @@ class Core:
             if isinstance(message, Question) and not message.answer.done():
                 message.answer.set_exception(NotReady("the server was stopped"))
 
-    def _ask(self, question: Question[T]) -> Future[T]:
+    def _ask(self, call: Callable[[PrefixCache], T]) -> Future[T]:
+        question = Question(call)
         self.post(question)
         return question.answer
-
-    def _below(self, path: PromptPath) -> Sequence[Found]:
-        return self.cache.ask_tiers(path.tokens, path.salt, path.boundaries)
 
     def _checked(self, path: PromptPath) -> PromptPath:
         tokens = checked_tokens(path.tokens, self._vocabulary)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
 import mlx.core as mx
@@ -19,8 +18,6 @@ from rewarm.errors import NotReady, RewarmError
 from rewarm.options import EngineOptions
 
 from .core import STREAM, Core, EngineParts
-from .rehearsal import rehearse
-from .runner import Runner
 
 log = logging.getLogger("rewarm.engine")
 
@@ -106,10 +103,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            with mx.stream(STREAM):
-                parts = self._load()
-            with self._trying_out():
-                core = Core(parts, self.options, owned=True, rehearse=self._rehearse)
+            core = self._loaded_core()
         except BaseException as error:
             known = isinstance(error, RewarmError)  # its message says what is wrong
             log.error("the model could not be loaded", exc_info=None if known else error)
@@ -127,33 +121,26 @@ class Engine:
                     if self._failures:
                         self._failures, self._state, self.detail = 0, "ready", ""
                 except BaseException as error:
-                    self._recover(core, error)
+                    log.critical("the engine failed and starts again", exc_info=error)
+                    self._failures += 1
+                    self._state = "failing"
+                    self.detail = f"the engine failed: {type(error).__name__}"
+                    core.recover(error, keep=self._failures < FAILURES)
         core.close()
         core.cache.flush()
         _end_streams()
         self._state, self.detail = "stopped", "the server was stopped"
 
-    def _rehearse(self, runner: Runner) -> None:
-        if self.options.rehearse:
-            try:
-                rehearse(runner)
-            except Exception:
-                log.exception("a first prompt could not be tried out; the first ones will be slow")
-        gc.collect()  # a cache has circular references, and memory is measured next
-
-    @contextmanager
-    def _trying_out(self) -> Iterator[None]:
-        """Set `detail` while MLX compiles what requests need, and log it if that takes long."""
+    def _loaded_core(self) -> Core:
+        with mx.stream(STREAM):
+            parts = self._load()
         self.detail = "the model is being tried out"
-        slow = threading.Timer(
-            PATIENCE,
-            log.info,
-            ["%s; on the first start on a machine this compiles, once", self.detail],
-        )
+        about = "%s; on the first start on a machine this compiles, once"
+        slow = threading.Timer(PATIENCE, log.info, [about, self.detail])
         slow.daemon = True
         slow.start()
         try:
-            yield
+            return Core(parts, self.options, owned=True)
         finally:
             slow.cancel()
 
@@ -167,12 +154,6 @@ class Engine:
             # the next turn needs it; the rest of a chat that goes on changes again soon.
             if not core.cache.flush(wait=False, durable=bool(waits)) and not waits:
                 waits.append(QUIET[-1])
-
-    def _recover(self, core: Core, error: BaseException) -> None:
-        log.critical("the engine failed and starts again", exc_info=error)
-        self._failures += 1
-        self._state, self.detail = "failing", f"the engine failed: {type(error).__name__}"
-        core.recover(error, keep=self._failures < FAILURES)
 
 
 def _end_streams() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -13,20 +14,10 @@ import numpy as np
 from rewarm.cache.tree import encode
 from rewarm.values import Finish, Sampled
 
-from .fetching import Fetching, Post
-from .messages import (
-    Cancel,
-    Close,
-    MarkIdle,
-    Message,
-    Question,
-    Submit,
-    Warm,
-)
-from .request import Request, Silent
-from .requests import Requests
+from .fetching import Fetching
+from .messages import Cancel, Close, Inbox, Message, Question, Submit, Warm
+from .request import Request, Requests, Running, Sink
 from .runner import Failed, Runner, alternatives
-from .running import Running
 from .scheduler import Piece, Preparation, Scheduler
 
 log = logging.getLogger("rewarm.engine")
@@ -48,20 +39,15 @@ class Loop:
     """The loop takes messages and does turns. Everything but `stats` runs on the engine's
     thread."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler[Running], post: Post) -> None:
-        """`post` leaves a message for a later turn, from any thread."""
+    def __init__(self, runner: Runner, scheduler: Scheduler[Running], inbox: Inbox) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.requests = Requests(runner, scheduler)
-        self._fetching = Fetching(runner.cache, scheduler, post)
+        self._fetching = Fetching(runner.cache, scheduler, inbox)
         self._numbers = itertools.count(1)
         self._restarts = 0
         self.has_work = False
         """The last turn did something, so another one may."""
-
-    @property
-    def running(self) -> Mapping[int, Running]:
-        return self.scheduler.jobs
 
     def stats(self, messages: Sequence[Message]) -> EngineStats:
         """Count what runs, what waits, and what these messages will add. Any thread may call it: it
@@ -89,7 +75,7 @@ class Loop:
                 # The last token of a prompt is computed by the first decode step. Warm-ahead has
                 # no such step, so one more token is added.
                 prompt = np.append(path.tokens, np.int32(0))
-                request = Request(prompt, Silent(), 0, boundaries=path.boundaries, salt=path.salt)
+                request = Request(prompt, Sink(), 0, boundaries=path.boundaries, salt=path.salt)
                 number = next(self._numbers)
                 self._queue(Running(number, salt=path.salt, warm=True, request=request))
             case Cancel(number):
@@ -97,15 +83,10 @@ class Loop:
             case Close():
                 self.requests.leave(list(self.scheduler.jobs.values()))
                 self._fetching.close()
-            case MarkIdle(path):
-                try:
-                    self.runner.cache.mark_idle(path.tokens, path.salt, path.boundaries)
-                except Exception:
-                    log.debug("a hint could not be taken", exc_info=True)
-            case Question(answer=answer):
+            case Question(call, answer):
                 if answer.set_running_or_notify_cancel():
                     try:
-                        answer.set_result(message.asked_of(self.runner.cache))
+                        answer.set_result(call(self.runner.cache))
                     except Exception as error:
                         answer.set_exception(error)
             case _:
@@ -151,9 +132,9 @@ class Loop:
         self.has_work |= bool(plan.decode or plan.prefill)
         if plan.admit:
             self._admit(plan.admit)
-        for each in plan.store:
-            self.runner.store_answer(self.scheduler.jobs[each])
-            self.scheduler.stored(each)
+        for running in self._left(plan.store):
+            self.runner.store_answer(running)
+            running.unstored = 0
         if plan.decode:
             self._decode()
         for piece in plan.prefill:
@@ -164,9 +145,10 @@ class Loop:
         over do so, and the others fail. Without `keep`, all fail."""
         self._restarts += 1
         self.runner.forget_batches()
-        for running in self.requests.restart(error, keep=keep):
-            self.has_work = True
+        for running in self.requests.stop(list(self.scheduler.jobs.values()), error, keep=keep):
             self._queue(running)
+        self.requests.fail_lost(error)
+        self.has_work = True
 
     def _prepare(self, first: Preparation) -> None:
         running = self.scheduler.jobs[first.id]
@@ -177,27 +159,24 @@ class Loop:
                 case "pause":
                     # What was warmed stays stored, and the rest is computed later.
                     self.runner.leave([running])
-                    self.scheduler.paused(running.id)
+                    self.scheduler.paused(running)
                 case "fetch":
                     self._fetching.begin(running)
                 case "start":
                     one_pass = self.runner.start(running)
                     lease = running.leased
-                    self.scheduler.started(running.id, lease.position, lease.cuts, one_pass)
+                    self.scheduler.started(running, lease.position, lease.cuts, one_pass)
                     running.tell_progress()
                 case "mark":
-                    self.scheduler.marked(running.id, self.runner.mark(running, running.marks))
+                    self.scheduler.marked(running, self.runner.mark(running, running.marks))
         except Exception as error:
             self.requests.fail(running, error)
 
     def _admit(self, ids: Iterable[int]) -> None:
-        for each in ids:
-            running = self.scheduler.jobs.get(each)
-            if running is None:
-                continue  # another answer to its request failed
+        for running in self._left(ids):
             try:
                 first = self.runner.open(running)
-                self.scheduler.admitted(each)
+                self.scheduler.admitted(running)
                 self._give(running, first.token, first.logprobs)
             except Exception as error:
                 self.requests.fail(running, error)
@@ -208,12 +187,12 @@ class Loop:
             self._start_over(failed)
 
     def _decode(self) -> None:
-        steps, batches = self.runner.decode()
-        for batch in batches:
-            self._start_over(batch)
         ended: list[Running] = []
         broken: list[tuple[Running, Exception]] = []
-        for step in steps:
+        for step in self.runner.decode():
+            if isinstance(step, Failed):
+                self._start_over(step)
+                continue
             running = self.scheduler.jobs.get(step.id)
             if running is None:
                 continue  # another answer to its request failed
@@ -228,8 +207,8 @@ class Loop:
                 continue
             if running.ended is not None:
                 ended.append(running)
-            elif self.scheduler.window:
-                self.scheduler.decoded(step.id)
+            else:
+                running.unstored += 1
         if ended:
             self.requests.leave(ended)
         for running, failure in broken:
@@ -239,7 +218,8 @@ class Loop:
     def _give(self, running: Running, token: int, logprobs: mx.array) -> None:
         """Hand a token to the request's sink, and note where the answer ends with it."""
         request = running.request
-        running.give(token)
+        running.first_token = running.first_token or time.perf_counter()
+        running.generated.append(token)
         if request.top_logprobs is None:
             sampled = Sampled(token)
         else:
@@ -266,20 +246,19 @@ class Loop:
         if running.warm and (piece.last or running.leased.stopped_storing):
             self.requests.leave([running], "stop")
 
+    def _left(self, ids: Iterable[int]) -> Iterator[Running]:
+        """Give these sequences one by one, except those that end meanwhile because another answer
+        to their request failed."""
+        for each in ids:
+            running = self.scheduler.jobs.get(each)
+            if running is not None:
+                yield running
+
     def _start_over(self, failed: Failed) -> None:
         """Start the sequences of a failed batch over, from what the tree holds of them. Each then
         decodes alone: the one that caused the failure fails alone, and the others lose nothing."""
-        for each in failed.ids:
-            running = self.scheduler.jobs.get(each)
-            if running is None:
-                continue
-            if running.isolated:
-                self.requests.fail(running, failed.error)
-                continue
+        for running in self.requests.stop(list(self._left(failed.ids)), failed.error):
             log.warning("a batch failed (%s); %s starts over", failed.error, running)
-            running.isolated = True
-            self.runner.leave([running], keep=False)
-            self.scheduler.remove(each)
             self._queue(running)
         # Its frames refer to the list that it is in, and would keep the batch alive.
         failed.error.__traceback__ = None

@@ -1,20 +1,24 @@
-"""The messages that an engine takes: all that changes its cache or its queue.
+"""The messages that an engine takes, and the inbox where they wait for the next turn.
 
-A message is plain data. It carries the times, seeds and estimates that would differ in another run.
-So the turns of an engine depend on its messages and on nothing else.
+Every change of an engine's cache or queue is a message. It carries the times, seeds and estimates
+that would differ in another run. So the turns of an engine depend on its messages and on nothing
+else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rewarm.cache import PrefixCache
-from rewarm.cache.tiers.base import Found
-from rewarm.cache.views.miss import Missed
-from rewarm.values import Boundary, Match, Tokens
+from rewarm.values import Boundary, Tokens
 
 from .request import Request
 
@@ -57,70 +61,12 @@ class Warm:
     path: PromptPath
 
 
-@dataclass(frozen=True)
-class MarkIdle:
-    """Note that the chat which this prompt belongs to waits for a person."""
-
-    path: PromptPath
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Question(Generic[T]):
-    """A message that the cache answers."""
+    """Call the cache, and give the result to the one who asked."""
 
+    call: Callable[[PrefixCache], T]
     answer: Future[T] = field(default_factory=Future)
-
-    def asked_of(self, cache: PrefixCache) -> T:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, eq=False)
-class FindMatch(Question[Match]):
-    """Say how much of a prompt could be reused now."""
-
-    path: PromptPath
-    below: Sequence[Found] = ()
-    """The answers of lower tiers, which were asked before the message was posted."""
-
-    def asked_of(self, cache: PrefixCache) -> Match:
-        path = self.path
-        return cache.match(path.tokens, path.salt, path.boundaries, tiers=self.below)
-
-
-@dataclass(frozen=True, eq=False)
-class Explain(Question[Missed]):
-    """Say why no more of a prompt could be reused now."""
-
-    path: PromptPath
-    below: Sequence[Found] = ()
-    other_salts: Sequence[str] = ()
-
-    def asked_of(self, cache: PrefixCache) -> Missed:
-        path, others = self.path, self.other_salts
-        return cache.miss(
-            path.tokens, path.salt, path.boundaries, other_salts=others, tiers=self.below
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Clear(Question[Sequence[Future[None]]]):
-    """Forget everything that is stored. The answer has a future for each deletion that lower tiers
-    still have to do."""
-
-    give_back: bool = True
-
-    def asked_of(self, cache: PrefixCache) -> Sequence[Future[None]]:
-        return cache.clear(give_back=self.give_back, wait=False)
-
-
-@dataclass(frozen=True, eq=False)
-class Resize(Question[None]):
-    """Give the cache another budget."""
-
-    nbytes: int
-
-    def asked_of(self, cache: PrefixCache) -> None:
-        cache.resize(self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -157,4 +103,49 @@ class Close:
 
 
 AboutFetch = Fetched | FetchLate | FetchMoved
-Message = Submit | Cancel | Warm | MarkIdle | Question[Any] | AboutFetch | Close
+Message = Submit | Cancel | Warm | Question[Any] | AboutFetch | Close
+
+
+class Inbox:
+    """Messages in the order in which they become due."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        """The lock of the inbox. No message comes while a thread holds it."""
+        self._messages: list[tuple[float, int, Message]] = []
+        """A heap. Each message has the time from which it is due, by `time.monotonic`."""
+        self._numbers = itertools.count()
+
+    def post(self, message: Message, delay: float = 0.0) -> None:
+        """Leave a message, from any thread. It becomes due after `delay` seconds."""
+        with self.changed:
+            # The clock is read under the lock: no later message may come before one that is due.
+            due = time.monotonic() + delay
+            heapq.heappush(self._messages, (due, next(self._numbers), message))
+            self.changed.notify_all()
+
+    def waiting(self) -> Sequence[Message]:
+        """Give the messages that are due now. They stay here until each is `taken`."""
+        if not self._messages:
+            return ()  # every turn asks this: it must not take the lock for nothing
+        with self.changed:
+            now = time.monotonic()
+            return [message for due, _, message in sorted(self._messages) if due <= now]
+
+    def taken(self) -> None:
+        """Drop the first message: the engine has taken it."""
+        with self.changed:
+            heapq.heappop(self._messages)
+
+    def wait(self, ready: Callable[[], bool], timeout: float | None) -> bool:
+        """Block until a message is due or something is `ready`; False where it took too long."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        with self.changed:
+            while not (ready() or self.waiting()):
+                now = time.monotonic()
+                if now >= until:
+                    return False
+                next_due = self._messages[0][0] if self._messages else math.inf
+                left = min(until, next_due) - now
+                self.changed.wait(left if left < math.inf else None)
+            return True

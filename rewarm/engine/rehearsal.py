@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import mlx.core as mx
@@ -11,12 +12,13 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.model import context_size
 from rewarm.values import Sampling
 
-from .fetching import unheard
 from .loop import Loop
-from .messages import Submit
-from .request import Request, Silent
+from .messages import Inbox, Submit
+from .request import Request, Sink
 from .runner import Runner
 from .scheduler import Scheduler
+
+log = logging.getLogger("rewarm.engine")
 
 REHEARSED, REHEARSED_ON_CPU = 403, 139
 """The tokens of the longest prompt. On a CPU they cost time at every start, and longer ones compile
@@ -37,9 +39,16 @@ def rehearse(runner: Runner) -> None:
     MLX compiles most functions at their first use, which takes a second or two each. A failure is
     logged, as for any request.
     """
+    try:
+        _answer_three(runner)
+    except Exception:
+        log.exception("a first prompt could not be tried out; the first ones will be slow")
+
+
+def _answer_three(runner: Runner) -> None:
     cache = PrefixCache(runner.model, memory=REHEARSED_IN, make_cache=runner.cache.blank)
     alone = Runner(runner.model, cache, runner.vocabulary, runner.costs, runner.batched)
-    loop = Loop(alone, Scheduler(3, 1 << 62, cache.chunk), unheard)
+    loop = Loop(alone, Scheduler(3, 1 << 62, cache.chunk), Inbox())
     most = REHEARSED_ON_CPU if mx.default_device() == mx.cpu else REHEARSED
     longest = min(most, context_size(runner.model) - ANSWERED)
     tokens = np.arange(longest, dtype=np.int32) * 7919 % runner.vocabulary
@@ -47,7 +56,7 @@ def rehearse(runner: Runner) -> None:
         if length > 0:
             sampling = DRAWN if length == longest else Sampling()
             request = Request(
-                tokens[:length], Silent(), ANSWERED, sampling, name="that is tried out at the start"
+                tokens[:length], Sink(), ANSWERED, sampling, name="that is tried out at the start"
             )
             loop.take(Submit(request, time.perf_counter()))
     while loop.requests:

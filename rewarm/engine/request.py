@@ -1,25 +1,35 @@
-"""The engine's requests. They have tokens and no text: the caller converts between the two."""
+"""The engine's requests, the sequences that it computes for them, and how both end.
+
+They have tokens and no text: the caller converts between the two.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from rewarm.values import (
-    Boundary,
-    Cost,
-    Finish,
-    Sampled,
-    Sampling,
-    Tokens,
-)
+import numpy as np
+
+from rewarm.cache import Lease
+from rewarm.cache.tiers.fetch import Fetch
+from rewarm.errors import EngineFault
+from rewarm.values import Boundary, Cost, Finish, Match, Sampled, Sampling, Tokens
+
+from .scheduler import Job, Scheduler
+
+if TYPE_CHECKING:
+    from .runner import Runner
+
+log = logging.getLogger("rewarm.engine")
 
 
-class Sink(Protocol):
+class Sink:
     """A sink takes the results of a request, on the engine's thread. Every method must return soon
-    and never block."""
+    and never block. This one drops them all."""
 
     def fetched(self, done: int, total: int) -> None:
         """Take the number of prompt tokens that were fetched, and of all. The first call comes when
@@ -32,6 +42,7 @@ class Sink(Protocol):
     def token(self, choice: int, sampled: Sampled) -> bool:
         """Take one token of an answer, also its end-of-text token. Return True to end this
         choice."""
+        return False
 
     def ended(self, choice: int, reason: Finish) -> None:
         """Say that this choice gets no more tokens."""
@@ -45,19 +56,6 @@ class Sink(Protocol):
 
 
 _numbers = itertools.count(1)
-
-
-class Silent:
-    """A sink that drops all results."""
-
-    def fetched(self, done: int, total: int) -> None: ...
-    def prefilled(self, done: int, total: int) -> None: ...
-    def token(self, choice: int, sampled: Sampled) -> bool:
-        return False
-
-    def ended(self, choice: int, reason: Finish) -> None: ...
-    def done(self, report: Cost) -> None: ...
-    def failed(self, error: Exception) -> None: ...
 
 
 @dataclass(eq=False)
@@ -88,3 +86,171 @@ class Request:
     """A name for the log."""
     id: int = field(default_factory=lambda: next(_numbers))
     """A unique number, by which the request is cancelled."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Running(Job):
+    """One answer to a request, or a prompt that is warmed ahead: a job with everything that is
+    needed to compute it."""
+
+    request: Request
+    """Warm-ahead has a request too, which asks for no answer."""
+    choice: int = 0
+    submitted: float = field(default_factory=time.perf_counter)
+    generated: list[int] = field(default_factory=list)
+    pace: float | None = None
+    """The seconds that a prompt token takes to compute; None where lower tiers are not asked."""
+    fetching: Fetch | None = None
+    """Its fetch from lower tiers, while it waits for that."""
+    unused: int = 0
+    """The tokens of its last step that came after the end of its answer."""
+    lease: Lease | None = None
+    admitted: bool = False
+    isolated: bool = False
+    """Its batch has failed. It now decodes alone, so that a second failure is its own."""
+    ended: Finish | None = None
+    started: float | None = None
+    first_token: float | None = None
+    cost: Cost | None = None
+    """The cost of the first match and restore; a new start after a failure is not counted."""
+
+    @property
+    def tokens(self) -> Tokens:
+        """The prompt, and what was generated after it."""
+        if not self.generated:
+            return self.request.tokens
+        return np.concatenate([self.request.tokens, np.asarray(self.generated, np.int32)])
+
+    @property
+    def leased(self) -> Lease:
+        if self.lease is None:
+            raise RuntimeError(f"sequence {self.id} has no lease")
+        return self.lease
+
+    def tell_progress(self) -> None:
+        """Tell the request's sink how many of the prompt's tokens are in its caches, or have been
+        fetched for them."""
+        sink, total = self.request.sink, len(self.request.tokens)
+        if self.generated or self.choice:
+            return
+        if self.lease is not None:
+            sink.prefilled(self.lease.position, total)
+        elif self.fetching is not None:
+            progress = self.fetching.progress
+            sink.fetched(self.fetching.tokens * progress.done // max(progress.total, 1), total)
+
+    def stop_fetching(self) -> None:
+        if self.fetching is not None:
+            self.fetching.cancel()
+            self.fetching = None
+
+    def report(self) -> Cost:
+        """Give the cost so far."""
+        now = time.perf_counter()
+        started, first_token = self.started or now, self.first_token or now
+        cost = self.cost or Cost(Match(len(self.request.tokens)))
+        match = cost.match
+        position = self.lease.position if self.lease is not None else 0
+        computed = match.tokens if self.admitted else max(position, match.resume)
+        ran_ms = (first_token - started) * 1e3
+        return replace(
+            cost,
+            prefilled=computed - match.resume,
+            queued_ms=(started - self.submitted) * 1e3,
+            prefill_ms=max(ran_ms - cost.match_ms - cost.restore_ms, 0.0),
+            ttft_ms=(first_token - self.submitted) * 1e3,
+        )
+
+    def __str__(self) -> str:
+        return "warm-ahead" if self.warm else f"request {self.request.name or self.id}"
+
+
+class Requests:
+    """The open requests. The sink of each is told exactly once that it is done or has failed."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler[Running]) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._open: dict[Request, dict[int, Cost]] = {}
+        """Each open request, with the costs of its choices that have ended."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def has(self, running: Running) -> bool:
+        """Say whether a sequence belongs to a request that is open."""
+        return running.request in self._open
+
+    def open(self, request: Request) -> None:
+        self._open[request] = {}
+
+    def sequences(self, request: int) -> list[Running]:
+        """Give the sequences of a request."""
+        return [s for s in self._scheduler.jobs.values() if s.request.id == request]
+
+    def leave(self, sequences: Collection[Running], reason: Finish = "cancelled") -> None:
+        """Store what these sequences computed, forget them, and tell their sinks. `reason` is for
+        those that have not ended yet."""
+        sequences = [s for s in sequences if s.id in self._scheduler.jobs]
+        costs = [s.report() for s in sequences]
+        for running in sequences:
+            running.ended = running.ended or reason  # also if something fails below
+        self._runner.leave(sequences)
+        for running, cost in zip(sequences, costs, strict=True):
+            self._scheduler.remove(running)
+            self._end(running, cost)
+
+    def fail(self, running: Running, error: BaseException) -> None:
+        """End all answers of a sequence's request with an error."""
+        log.error("%s failed", running, exc_info=error)
+        for each in [running, *self.sequences(running.request.id)]:
+            self._runner.leave([each], keep=False)
+            self._scheduler.remove(each)
+        self._fail(running.request, error)
+
+    def stop(
+        self, sequences: Sequence[Running], error: BaseException, *, keep: bool = True
+    ) -> list[Running]:
+        """Take out the sequences of a batch or a turn that failed. Returns those that can start
+        over. The others end: what has its whole answer as it is, and with the error what has failed
+        alone. Without `keep`, nothing can start over."""
+        for each in sequences:
+            ran = each.lease is not None
+            cost = each.report()
+            self._runner.leave([each], keep=False)
+            self._scheduler.remove(each)
+            if each.ended is not None:
+                self._end(each, cost)
+            elif not keep or (ran and each.isolated):
+                self.fail(each, error)
+            each.isolated = each.isolated or ran
+        return [each for each in sequences if each.ended is None and self.has(each)]
+
+    def fail_lost(self, error: BaseException) -> None:
+        """End the requests that have no sequences: a turn ended before they were there."""
+        for request in self._open.keys() - {s.request for s in self._scheduler.jobs.values()}:
+            self._fail(request, error)
+
+    def _end(self, running: Running, cost: Cost) -> None:
+        request = running.request
+        costs = self._open.get(request)
+        if costs is None:
+            return
+        _tell(request.sink.ended, running.choice, running.ended)
+        costs[running.choice] = cost
+        if len(costs) == request.n:
+            del self._open[request]
+            _tell(request.sink.done, costs[0])  # the other choices reused its prompt
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        if self._open.pop(request, None) is not None:
+            fault = EngineFault(f"the model failed on this request: {type(error).__name__}")
+            _tell(request.sink.failed, fault)
+
+
+def _tell(call: Callable[..., None], *details: Any) -> None:
+    """Call a sink. If it raises, that is logged and changes nothing else."""
+    try:
+        call(*details)
+    except Exception:
+        log.exception("a request's sink failed")

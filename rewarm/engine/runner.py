@@ -12,14 +12,13 @@ import mlx.core as mx
 import numpy as np
 
 from rewarm.accel.device import device_bytes, is_cuda
-from rewarm.cache import PrefixCache
+from rewarm.cache import Lease, PrefixCache
 from rewarm.values import Alternative, Cut, Kind, Sampled
 
-from .decode.base import Decoder, Start, Step
-from .decode.batch import MOST_PADDING, Batch, wastes_little
+from .decode.batch import MOST_PADDING, Batch, Step, wastes_little
 from .decode.check import Costs
 from .decode.sampling import make_processors, make_sampler
-from .running import Running
+from .request import Running
 from .scheduler import Piece
 
 log = logging.getLogger("rewarm.engine")
@@ -42,9 +41,9 @@ LEAST_TIMED = 64
 NEWEST = 0.3
 """The weight of the newest piece in the pace."""
 
-MOST_ROOM = 4096
-"""The most tokens of an answer that a restored cache has room for. For a longer answer it is
-copied as it grows."""
+MOST_HEADROOM = 4096
+"""The most tokens of an answer that fit into a restored cache. For a longer answer it is copied as
+it grows."""
 
 
 class Failed(NamedTuple):
@@ -52,13 +51,6 @@ class Failed(NamedTuple):
 
     ids: list[int]
     error: Exception
-
-
-class Decoded(NamedTuple):
-    """The outcome of one step of every batch."""
-
-    steps: list[Step]
-    failed: list[Failed]
 
 
 class Runner:
@@ -71,7 +63,7 @@ class Runner:
         vocabulary: int,
         costs: Costs | None = None,
         batched: bool = False,
-        decoder: type[Decoder] = Batch,
+        decoder: type[Batch] = Batch,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -79,13 +71,13 @@ class Runner:
         self.costs = costs or Costs(0, 0)
         self.batched = batched
         self.decoder = decoder
-        self._shared: list[Decoder] = []
+        self._shared: list[Batch] = []
         """Batches that several sequences share. Usually there is one; there are more where lengths
         differ so much that padding would cost more."""
-        self._alone: list[Decoder] = []
+        self._alone: list[Batch] = []
         """Batches of one sequence each: for models that decode wrongly in batches, and after a
         failure."""
-        self._opened: list[Decoder] = []
+        self._opened: list[Batch] = []
         """Batches of one sequence each that are about to be shared."""
         self.prefilled_tokens = 0
         self.warm_tokens = 0
@@ -117,7 +109,7 @@ class Runner:
             salt=running.salt,
             boundaries=request.boundaries,
             marks=request.marks,
-            headroom=min(request.max_tokens - len(running.generated), MOST_ROOM),
+            headroom=min(request.max_tokens - len(running.generated), MOST_HEADROOM),
             warm=running.warm,
             hint=request.hint,
             fetch=running.fetching or False,
@@ -169,19 +161,10 @@ class Runner:
     def open(self, running: Running) -> Step:
         """Take the first step of a sequence alone, so that its own errors are found here."""
         lease, request = running.leased, running.request
-        batch = self.decoder(
-            self.model,
-            Start(
-                id=running.id,
-                caches=lease.caches,
-                tokens=lease.tokens,
-                sampler=make_sampler(
-                    request.sampling, running.choice, len(running.generated), self.vocabulary
-                ),
-                processors=make_processors(request),
-                logits=lease.logits,
-            ),
+        sampler = make_sampler(
+            request.sampling, running.choice, len(running.generated), self.vocabulary
         )
+        batch = self.decoder(self.model, running.id, lease, sampler, make_processors(request))
         if not running.admitted:
             running.admitted = True
             self.prefilled_tokens += lease.logits is None
@@ -210,21 +193,19 @@ class Runner:
                 if others:
                     first.join(others)
             except Exception as error:
-                failed.append(Failed(ids, error))
-                self.dissolve(ids)
+                failed.append(self._dissolved(ids, error))
         return failed
 
-    def decode(self) -> Decoded:
-        """Take one step of every batch. A batch that fails is dissolved, and must not go on."""
-        decoded = Decoded([], [])
+    def decode(self) -> list[Step | Failed]:
+        """Take one step of every batch. A batch that fails is dissolved."""
+        outcomes: list[Step | Failed] = []
         self._computed(1)
         for batch in [*self._shared, *self._alone]:
             try:
-                decoded.steps.extend(batch.step())
+                outcomes += batch.step()
             except Exception as error:
-                decoded.failed.append(Failed(batch.ids, error))
-                self.dissolve(batch.ids)
-        return decoded
+                outcomes.append(self._dissolved(batch.ids, error))
+        return outcomes
 
     def _computed(self, positions: int) -> None:
         """Count positions, and from time to time have MLX give back its free buffers. As contexts
@@ -235,20 +216,20 @@ class Runner:
             if mx.get_cache_memory() > self._kept:
                 mx.clear_cache()
 
-    def dissolve(self, ids: Iterable[int]) -> None:
-        """Forget the batches of these sequences."""
-        gone = set(ids)
+    def _dissolved(self, ids: list[int], error: Exception) -> Failed:
+        """Forget the batches of these sequences, which must not go on."""
         for batches in self._batches:
-            batches[:] = [b for b in batches if gone.isdisjoint(b.ids)]
+            batches[:] = [b for b in batches if set(ids).isdisjoint(b.ids)]
+        return Failed(ids, error)
 
     def leave(self, sequences: Collection[Running], *, keep: bool = True) -> None:
         """End the batches and leases of these sequences. With `keep`, what they computed is
         stored."""
         for running in sequences:
             running.stop_fetching()
-            if keep:
-                self._store_all(running)
             if running.lease is not None:
+                if keep:
+                    self._store(running, running.lease)
                 running.lease.release()
                 running.lease = None
         gone = {s.id for s in sequences}
@@ -274,22 +255,18 @@ class Runner:
             log.exception("an answer could not be stored; it will be computed again")
         lease.caches = []
 
-    def _store_all(self, running: Running) -> None:
-        lease = running.lease
-        if lease is None:
-            return
-        if self._batch_of(running) is not None:
-            if running.generated:
-                self.store_answer(running, "answer")
-        elif lease.position > lease.cost.match.resume and lease.caches:
+    def _store(self, running: Running, lease: Lease) -> None:
+        if lease.caches and lease.position > lease.cost.match.resume:
             # The prefill was stopped here. Without a checkpoint, recurrent layers could not resume.
             self.cache.commit(lease, lease.position, checkpoint="end")
+        elif running.generated:
+            self.store_answer(running, "answer")
 
-    def _batch_of(self, running: Running) -> Decoder | None:
+    def _batch_of(self, running: Running) -> Batch | None:
         return next((b for b in chain(*self._batches) if running.id in b.ids), None)
 
     @property
-    def _batches(self) -> tuple[list[Decoder], ...]:
+    def _batches(self) -> tuple[list[Batch], ...]:
         return self._shared, self._alone, self._opened
 
 

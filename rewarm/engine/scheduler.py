@@ -147,10 +147,10 @@ class Scheduler(Generic[J]):
     next."""
 
     def __init__(
-        self, max_batch: int, room: int, chunk: int, window: int = 0, step: int = 1
+        self, max_batch: int, running_memory: int, chunk: int, window: int = 0, step: int = 1
     ) -> None:
         self.max_batch = max_batch
-        self.room = room
+        self.running_memory = running_memory
         """The bytes that running requests may take together."""
         self.chunk = chunk
         """The prompt tokens of a turn."""
@@ -182,43 +182,39 @@ class Scheduler(Generic[J]):
         self.jobs[job.id] = self.undecided[job.id] = job
         self._follow(job)
 
-    def remove(self, job_id: int) -> None:
+    def remove(self, gone: J) -> None:
         """Forget a job that has finished, failed or was cancelled. Those that waited for it look
         for another leader."""
-        gone = self.jobs.pop(job_id, None)
-        self.undecided.pop(job_id, None)
+        self.jobs.pop(gone.id, None)
+        self.undecided.pop(gone.id, None)
         for job in self.undecided.values():
-            job.agrees.pop(job_id, None)
-            if gone is not None and job.leader is gone:
+            job.agrees.pop(gone.id, None)
+            if job.leader is gone:
                 job.known = max(job.known, min(job.until, gone.at))
                 self._follow(job)
 
-    def fetching(self, job_id: int) -> None:
+    def fetching(self, job: J) -> None:
         """Lower tiers are asked for a job's prompt."""
-        job = self.jobs[job_id]
         job.stage, job.fetch = "fetching", False
 
-    def fetched(self, job_id: int, known: int = 0) -> None:
+    def fetched(self, job: J, known: int = 0) -> None:
         """A job waits no longer for lower tiers: they gave it `known` tokens, or nothing."""
-        job = self.jobs[job_id]
-        job.stage, job.fetch, job.fetched = "waiting", False, bool(known)
+        job.stage, job.fetched = "waiting", bool(known)
         job.known = max(job.known, known)
         self._follow(job)
 
-    def started(self, job_id: int, position: int, cuts: Sequence[Cut], one_pass: int = 0) -> None:
+    def started(self, job: J, position: int, cuts: Sequence[Cut], one_pass: int = 0) -> None:
         """A job's prefill begins at `position`."""
-        job = self.jobs[job_id]
         job.cuts, job.one_pass, job.fetched = cuts, one_pass, False
         self._at(job, position, "prefilling")
 
-    def marked(self, job_id: int, cuts: Sequence[Cut]) -> None:
+    def marked(self, job: J, cuts: Sequence[Cut]) -> None:
         """A job's prompt is divided where others wait for it."""
-        self.jobs[job_id].cuts = cuts
-        self.jobs[job_id].marks.clear()
+        job.cuts = cuts
+        job.marks.clear()
 
-    def paused(self, job_id: int) -> None:
+    def paused(self, job: J) -> None:
         """A job was stopped. It goes on later from its position."""
-        job = self.jobs[job_id]
         job.known, job.position, job.stage = job.position, 0, "waiting"
 
     def computed(self, piece: Piece) -> None:
@@ -227,18 +223,10 @@ class Scheduler(Generic[J]):
         self.clock += piece.size
         self._at(job, min(piece.stop, job.stop), "ready" if piece.last else "prefilling")
 
-    def admitted(self, job_id: int) -> None:
-        job = self.jobs[job_id]
+    def admitted(self, job: J) -> None:
+        """A job takes its first step."""
         job.unstored = 0
         self._at(job, job.stop, "decoding")
-
-    def decoded(self, job_id: int) -> None:
-        """A job's answer has grown by a token."""
-        self.jobs[job_id].unstored += 1
-
-    def stored(self, job_id: int) -> None:
-        """A job's answer is in the tree."""
-        self.jobs[job_id].unstored = 0
 
     def preparation(self) -> Preparation | None:
         """Give the next thing to do before `plan`; None once there is none left."""
@@ -246,9 +234,9 @@ class Scheduler(Generic[J]):
         warm = [j for j in undecided if j.warm]
         if len(warm) > MOST_WARM:
             return Preparation("forget", warm[0].id)
-        started = next((j for j in warm if j.stage == "prefilling"), None)
-        if started is not None and (self._decodes or self._next_request({}) is not None):
-            return Preparation("pause", started.id)
+        begun = self._warm()
+        if begun is not None and begun.stage == "prefilling" and not self._is_idle():
+            return Preparation("pause", begun.id)
         for job in undecided:
             if job.stage == "prefilling" and job.marks:
                 return Preparation("mark", job.id)
@@ -275,9 +263,9 @@ class Scheduler(Generic[J]):
         admit = tuple(ready[: self.max_batch - decoding])
         return Plan(admit, tuple(full), bool(decoding or admit), tuple(pieces))
 
-    @property
-    def _decodes(self) -> bool:
-        return len(self.jobs) > len(self.undecided)
+    def _is_idle(self) -> bool:
+        """Say whether no request has anything to compute."""
+        return len(self.jobs) == len(self.undecided) and self._next_request({}) is None
 
     def _pieces(self) -> tuple[list[Piece], J | None]:
         """Give the pieces that share the time of one chunk: short prompts, and short pieces between
@@ -286,7 +274,7 @@ class Scheduler(Generic[J]):
         pieces: list[Piece] = []
         at: dict[int, int] = {}
         left = self.chunk
-        warm = self._warm() if not self._decodes and self._next_request(at) is None else None
+        warm = self._warm() if self._is_idle() else None
         while left > 0:
             job = warm or self._next_request(at)
             if job is None or job.stage == "waiting":
@@ -302,8 +290,9 @@ class Scheduler(Generic[J]):
         return pieces, None
 
     def _warm(self) -> J | None:
+        """Give the warm-ahead that has begun, or else the oldest."""
         warm = [j for j in self.undecided.values() if j.warm]
-        return next((j for j in warm if j.stage == "prefilling"), warm[0] if warm else None)
+        return min(warm, key=lambda j: j.stage != "prefilling", default=None)
 
     def _lets_go_on(self, piece: Piece) -> bool:
         leader = self.jobs[piece.id]
@@ -320,7 +309,7 @@ class Scheduler(Generic[J]):
             if job.stage == "prefilling" or (not job.fetch and self._may_start(job)):
                 return job
             if not self._may_start(job):
-                # No new job may start before it, or it might never find the room it needs.
+                # No new job may start before it, or it might never find the memory it needs.
                 return next((j for j in runnable if j.stage == "prefilling"), None)
         return None
 
@@ -357,13 +346,13 @@ class Scheduler(Generic[J]):
                 self._follow(follower)
 
     def _may_start(self, job: Job) -> bool:
-        """Say whether there is room to run one more. Where nothing runs, any job may start."""
+        """Say whether one more can run now. Where nothing runs, any job may start."""
         running = [j for j in self.jobs.values() if j.has_started and not j.warm]
         if not running:
             return True
         undecided = sum(j.stage != "decoding" for j in running)
         reserved = sum(j.nbytes for j in running)
-        return undecided < self.max_batch and reserved + job.nbytes <= self.room
+        return undecided < self.max_batch and reserved + job.nbytes <= self.running_memory
 
     def _follow(self, job: Job) -> None:
         """Have a job wait for the earlier one that is about to compute most of what it needs."""

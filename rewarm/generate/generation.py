@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
-from rewarm.engine.request import Request
+from rewarm.engine import Request, Sink
 from rewarm.prompt.chat import Chat, Text
 from rewarm.prompt.messages import AnswerParts, Part
 from rewarm.prompt.parse.answer import NOTHING, Answer
@@ -80,7 +80,7 @@ class Choice:
 
 
 @dataclass(eq=False)
-class PromptRun:
+class PromptRun(Sink):
     """One prompt with its answers; the sink of its request. Its methods are called on the thread
     that turns the engine."""
 

@@ -8,11 +8,11 @@ from rewarm.engine import Engine, Request
 
 
 def running_requests(server: Engine) -> list[Request]:
-    sequences = list(server.core._loop.running.values())
+    sequences = list(server.core._loop.scheduler.jobs.values())
     return [s.request for s in sequences if not s.warm]
 
 
 def is_idle(server: Engine) -> bool:
     """Check that nothing runs, and that nothing waits for an answer."""
     loop = server.core._loop
-    return not loop.running and not loop.requests
+    return not loop.scheduler.jobs and not loop.requests

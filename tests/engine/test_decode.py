@@ -12,8 +12,7 @@ import pytest
 from rewarm.cache import PrefixCache
 from rewarm.cache.layer_kinds import leaves
 from rewarm.engine import Core, EngineParts, Request
-from rewarm.engine.decode.base import Start, Step
-from rewarm.engine.decode.batch import Batch, merged
+from rewarm.engine.decode.batch import Batch, Step, merged
 from rewarm.engine.decode.check import decodes_in_batches
 from rewarm.engine.decode.undo import Before
 from rewarm.options import EngineOptions
@@ -147,8 +146,8 @@ class Guesses(Batch):
 
     most: ClassVar[int] = 3
 
-    def __init__(self, model: Any, start: Start) -> None:
-        super().__init__(model, start)
+    def __init__(self, *start: Any) -> None:
+        super().__init__(*start)
         self._marks: list[Before] = []
 
     def step(self) -> list[Step]:
@@ -184,9 +183,9 @@ def answers(model: Any, decoder: type[Batch], together: bool) -> tuple[list[Any]
         sinks.append(Collected())
         sampling = Sampling(temperature=1.0, seed=i) if i else Sampling()
         core.submit(Request(prompt(25 + i, seed=i), sinks[-1], ANSWER + i, sampling))
-        while not together and core.has_work:
+        while not together and core.wait(0):
             core.turn()
-    while core.has_work:
+    while core.wait(0):
         core.turn()
     core.close()
     cache.verify()

@@ -104,7 +104,7 @@ def test_the_engine_starts_again_after_a_turn_that_failed(monkeypatch: pytest.Mo
 
     def fail_once(loop: Loop) -> None:
         turn(loop)
-        if fuse and all(len(s.generated) > 3 for s in loop.running.values()):
+        if fuse and all(len(s.generated) > 3 for s in loop.scheduler.jobs.values()):
             fuse.pop()
             raise RuntimeError("injected")
 

@@ -95,7 +95,7 @@ def ask(core: Core, tokens: Prompt, max_tokens: int = 6) -> tuple[Request, Colle
 def settle(core: Core) -> None:
     """Turn the core until it has nothing left to do by itself."""
     core.turn()
-    while core.has_work:
+    while core.wait(0):
         core.turn()
 
 
@@ -111,7 +111,7 @@ def test_while_a_prompt_is_fetched_others_are_answered(
         assert len(other.tokens) == 6
         assert other.report is not None
         assert not fetched.sampled
-        assert not core.has_work, "it waits for the fetch, and does not turn meanwhile"
+        assert not core.wait(0), "it waits for the fetch, and does not turn meanwhile"
         assert core.stats().waiting == 1
         held.let_go()
         settle(core)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from rewarm.cache import PrefixCache
-from rewarm.engine import engine as engine_module
-from rewarm.engine import rehearsal
+from rewarm.engine import core, rehearsal
 from rewarm.engine.decode.batch import Batch
 from rewarm.engine.runner import Runner
 from tests import zoo
@@ -61,7 +60,7 @@ def test_a_rehearsal_that_fails_is_logged(
             during.setattr(Batch, where, fail)
             rehearse(given)
 
-    monkeypatch.setattr(engine_module, "rehearse", rehearsed)
+    monkeypatch.setattr(core, "rehearse", rehearsed)
     with engine(zoo.tiny("llama"), rehearse=True) as server:
         assert answer(server, prompt(60)).prefilled_tokens == 60
     assert "no compiler" in caplog.text

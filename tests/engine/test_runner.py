@@ -7,8 +7,8 @@ import pytest
 
 from rewarm.cache import PrefixCache, restore
 from rewarm.engine import Request, runner
+from rewarm.engine.request import Running
 from rewarm.engine.runner import Runner
-from rewarm.engine.running import Running
 from rewarm.engine.scheduler import Piece
 from tests import zoo
 from tests.engines import Collected

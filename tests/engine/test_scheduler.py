@@ -61,23 +61,24 @@ class World:
         self.prepared = []
         for each in [n for n, left in self.fetches.items() if not left]:
             del self.fetches[each]
-            if each in scheduler.jobs:
-                scheduler.fetched(each, scheduler.jobs[each].stop // 2 if each % 3 else 0)
+            job = scheduler.jobs.get(each)
+            if job is not None:
+                scheduler.fetched(job, job.stop // 2 if each % 3 else 0)
         self.fetches = {each: left - 1 for each, left in self.fetches.items()}
         while (first := scheduler.preparation()) is not None:
             self.prepared.append(first)
             self._prepare(first)
         plan = scheduler.plan()
         for each in plan.admit:
-            scheduler.admitted(each)
+            scheduler.admitted(scheduler.jobs[each])
         for each in plan.store:
-            scheduler.stored(each)
+            scheduler.jobs[each].unstored = 0
         if plan.decode:
-            for each in [j.id for j in scheduler.jobs.values() if j.stage == "decoding"]:
-                scheduler.decoded(each)
-                self.answers[each] -= 1
-                if not self.answers[each]:
-                    scheduler.remove(each)
+            for job in [j for j in scheduler.jobs.values() if j.stage == "decoding"]:
+                job.unstored += 1
+                self.answers[job.id] -= 1
+                if not self.answers[job.id]:
+                    scheduler.remove(job)
         for piece in plan.prefill:
             self._prefill(piece)
         return plan
@@ -86,18 +87,18 @@ class World:
         scheduler = self.scheduler
         job = scheduler.jobs[first.id]
         if first.what == "forget":
-            scheduler.remove(job.id)
+            scheduler.remove(job)
         elif first.what == "pause":
-            scheduler.paused(job.id)
+            scheduler.paused(job)
         elif first.what == "fetch":
-            scheduler.fetching(job.id)
+            scheduler.fetching(job)
             self.fetches[job.id] = job.id % 4
         elif first.what == "mark":
-            scheduler.marked(job.id, cuts(job.position, job.stop, job.marks))
+            scheduler.marked(job, cuts(job.position, job.stop, job.marks))
         else:
             group, head = self.heads[job.id]
             known = max(job.known, min(self.computed.get(group, 0), head))
-            scheduler.started(job.id, known, cuts(known, job.stop))
+            scheduler.started(job, known, cuts(known, job.stop))
 
     def _prefill(self, piece: Piece) -> None:
         job = self.scheduler.jobs[piece.id]
@@ -109,7 +110,7 @@ class World:
         if piece.last:
             self.finished.append(piece.id)
             if job.warm:
-                self.scheduler.remove(piece.id)
+                self.scheduler.remove(job)
 
 
 def cuts(start: int, stop: int, marks: Iterable[int] = ()) -> list[Cut]:
@@ -118,8 +119,8 @@ def cuts(start: int, stop: int, marks: Iterable[int] = ()) -> list[Cut]:
     return [Cut(each, None) for each in sorted(stops) if each > start]
 
 
-def scheduler(max_batch: int = 8, room: int = 1 << 60, **options: int) -> Scheduler[Job]:
-    return Scheduler(max_batch, room, CHUNK, **options)
+def scheduler(max_batch: int = 8, memory: int = 1 << 60, **options: int) -> Scheduler[Job]:
+    return Scheduler(max_batch, memory, CHUNK, **options)
 
 
 def prefills(plan: Plan) -> set[int]:
@@ -175,7 +176,7 @@ def test_a_last_piece_that_is_short_goes_through_the_last_token() -> None:
         policy = scheduler()
         policy.add(job(1, 21))
         policy.preparation()
-        policy.started(1, 0, cuts(0, 20), one_pass)
+        policy.started(policy.jobs[1], 0, cuts(0, 20), one_pass)
         assert policy.plan().prefill == (Piece(1, 0, stop, None, True),)
 
 
@@ -229,7 +230,7 @@ def test_a_leader_that_goes_away_leaves_its_followers_to_each_other() -> None:
     for number in (1, 2, 3):
         world.add(job(number, 3000, head=2000), head=2000)
     world.turn()
-    world.scheduler.remove(1)
+    world.scheduler.remove(world.scheduler.jobs[1])
     second, third = world.scheduler.jobs[2], world.scheduler.jobs[3]
     assert second.leader is None
     assert third.leader is second
@@ -244,7 +245,7 @@ def test_another_salt_shares_no_wait() -> None:
 
 
 def test_memory_is_reserved_and_a_large_request_is_not_passed_over_for_ever() -> None:
-    world = World(scheduler(room=100))
+    world = World(scheduler(memory=100))
     world.add(job(1, 600, nbytes=60), answer=30)
     world.turn()
     world.add(job(2, 600, nbytes=90), answer=5)
@@ -276,7 +277,7 @@ def test_ten_thousand_requests_all_finish_in_bounded_time(every: int, slack: int
     """Bursts over shared prompts, long and short, some cancelled, at about full load. With `every`,
     one in so many lies below memory: others go on for a few turns while it is fetched."""
     rng = random.Random(7)
-    policy = scheduler(max_batch=16, room=200_000)
+    policy = scheduler(max_batch=16, memory=200_000)
     world = World(policy)
     arrived: dict[int, int] = {}
     own: dict[int, int] = {}
@@ -296,7 +297,7 @@ def test_ten_thousand_requests_all_finish_in_bounded_time(every: int, slack: int
         if policy.jobs and rng.random() < 0.01:
             gone = rng.choice(list(policy.jobs))
             cancelled.add(gone)
-            policy.remove(gone)
+            policy.remove(policy.jobs[gone])
         decoding = any(j.stage == "decoding" for j in policy.jobs.values())
         longest = max(longest, sum(j.stage == "waiting" for j in policy.jobs.values()))
         plan = world.turn()

@@ -1,22 +1,18 @@
-"""Plain decoding: sequences that were prefilled alone take their steps together, by mlx-lm's own
-batch."""
+"""Decode: sequences that were prefilled alone take their steps together, by mlx-lm's own batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, StopSequences
-from mlx_lm.models.cache import (
-    BatchKVCache,
-    BatchRotatingKVCache,
-    KVCache,
-    RotatingKVCache,
-)
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 from mlx_lm.sample_utils import greedy_sampler
 
-from .base import Decoder, Start, Step
+from rewarm.cache import Lease
+
+from .sampling import Processor, Sampler
 
 NO_LIMIT = 1 << 62
 """The limit that mlx-lm's batch is given: the engine ends sequences by itself."""
@@ -27,30 +23,57 @@ SPARE_ROWS = 1024
 """The rows of padding for each sequence that are always allowed."""
 
 
+class Step(NamedTuple):
+    id: int
+    token: int
+    logprobs: mx.array
+    given: bool = False
+    """`Batch.first` gave this token before."""
+
+
 class Batch:
     """Sequences in one `GenerationBatch`. A single sequence decodes on its own caches, with no
-    copy. They are merged when a second sequence joins."""
+    copy. They are merged when a second sequence joins.
+
+    A new batch has one sequence and has taken its first step, so that an error of a sequence is
+    found while it is alone. Everything here runs on the engine's thread. Where a method raises, the
+    batch must not be used again.
+
+    A subclass may decode in another way. Its step may append more tokens than it gives, to check a
+    draft. It takes back what it does not give: `undo.Before` says how.
+    """
 
     most: ClassVar[int] = 1
+    """The most tokens that one step gives to a sequence."""
 
-    def __init__(self, model: Any, start: Start) -> None:
-        known = start.logits
+    def __init__(
+        self,
+        model: Any,
+        sequence: int,
+        lease: Lease,
+        sampler: Sampler,
+        processors: list[Processor],
+    ) -> None:
+        """The lease's caches hold everything but the last token. Where it has logits, they hold the
+        last token too, and the logits follow it."""
+        known = lease.logits
         self._generation = GenerationBatch(
             model=model if known is None else lambda inputs, cache: known,
-            uids=[start.id],
-            inputs=mx.array(start.tokens[-1:]),
-            prompt_cache=start.caches,
+            uids=[sequence],
+            inputs=mx.array(lease.tokens[-1:]),
+            prompt_cache=lease.caches,
             # Read by processors only.
-            tokens=[start.tokens[:-1].tolist() if start.processors else []],
-            samplers=[start.sampler],
+            tokens=[lease.tokens[:-1].tolist() if processors else []],
+            samplers=[sampler],
             fallback_sampler=greedy_sampler,
-            logits_processors=[start.processors],
+            logits_processors=[processors],
             stop_sequences=[StopSequences()],
             max_tokens=[NO_LIMIT],
         )
         self._generation.model = model
         self._merged = False
-        self.lengths = [len(start.tokens)]
+        self.lengths = [len(lease.tokens)]
+        """The number of tokens that each sequence had when it began to decode."""
         self._ahead: set[int] = set()
         """Sequences whose first token was given before the model ran on it."""
 
@@ -59,6 +82,8 @@ class Batch:
         return list(self._generation.uids)
 
     def join(self, newcomers: Sequence[Batch]) -> None:
+        """Take over the sequences of other batches, of one sequence each, in one copy of all
+        caches."""
         mine = self._generation
         caches = [batch._generation.prompt_cache for batch in newcomers]
         if self._merged:
@@ -81,20 +106,28 @@ class Batch:
         return Step(sequence, int(generation._next_tokens), generation._next_logprobs[0])
 
     def step(self) -> list[Step]:
+        """Give every sequence its next token, or its next few, one after the other. The token of
+        its first step is among them, as `given`."""
         ahead, self._ahead = self._ahead, set()
         return [Step(r.uid, r.token, r.logprobs, r.uid in ahead) for r in self._generation.next()]
 
     def is_ahead(self, sequence: int) -> bool:
+        """Say whether the last token given is not in the sequence's caches yet."""
         return sequence in self._ahead
 
     def caches(self, sequence: int, unused: int = 0) -> list[Any]:
-        """Give the caches of a sequence. A step gives one token, so none is ever unused."""
+        """Give the caches of a sequence, to be read only.
+
+        They end after the last token that the last step gave it, or before that token where it
+        `is_ahead`. With `unused`, they end so many tokens earlier; it is given only between that
+        step and `remove`. Here a step gives one token, so none is ever unused."""
         if not self._merged:
             return list(self._generation.prompt_cache)
         place = self.ids.index(sequence)
         return [_extracted(cache, place) for cache in self._generation.prompt_cache]
 
     def remove(self, gone: set[int]) -> None:
+        """Forget sequences."""
         ids = self.ids
         keep = [i for i, each in enumerate(ids) if each not in gone]
         if len(keep) == len(ids):
@@ -115,7 +148,7 @@ def _extracted(cache: Any, place: int) -> Any:
     return cache.extract(place)
 
 
-def wastes_little(batches: Sequence[Decoder]) -> bool:
+def wastes_little(batches: Sequence[Batch]) -> bool:
     """Say whether these can be one batch with little padding. A batch holds as many rows for each
     sequence as the longest one has."""
     lengths = [length for batch in batches for length in batch.lengths]

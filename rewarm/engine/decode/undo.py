@@ -3,7 +3,7 @@
 Where a layer replaces its arrays, as recurrent layers do, the old arrays are unchanged. Two things
 change in place:
 
-- New rows are written into free room at the end. The rows before them are unchanged, so the old
+- New rows are written into the free part at the end. The rows before them are unchanged, so the old
   length is enough to undo this.
 - A full ring overwrites its oldest rows. These are copied first.
 """
@@ -43,8 +43,8 @@ class _Layer:
             self._inner = [_Layer(each, tokens) for each in cache.caches]
             return
         self._values = {
-            # Only the room at their end is written in place: they need no copy.
-            name: value if name in ROWS else _held(value)
+            # Only the free part at their end is written in place: they need no copy.
+            name: value if name in ROWS else _copied(value)
             for name, value in vars(cache).items()
         }
         self._overwritten: list[tuple[int, int, dict[str, mx.array]]] = []
@@ -58,7 +58,7 @@ class _Layer:
         if self._inner is not None:
             return CacheList(*(each.restored() for each in self._inner))
         cache = self._type.__new__(self._type)
-        vars(cache).update({n: v if n in ROWS else _held(v) for n, v in self._values.items()})
+        vars(cache).update({n: v if n in ROWS else _copied(v) for n, v in self._values.items()})
         for name in ROWS if self._overwritten else ():
             ring = getattr(cache, name)[...]
             for start, stop, rows in self._overwritten:
@@ -79,12 +79,12 @@ def _about_to_go(cache: Any, tokens: int) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in spans if start < stop]
 
 
-def _held(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """Copy a value's containers and array handles, since the cache may change its own in place."""
     if isinstance(value, mx.array):
         return value[...]
     if isinstance(value, dict):
-        return {key: _held(each) for key, each in value.items()}
+        return {key: _copied(each) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_held(each) for each in value)
+        return type(value)(_copied(each) for each in value)
     return value

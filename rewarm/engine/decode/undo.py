@@ -10,6 +10,7 @@ change in place:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ class _Layer:
             return
         self._values = {
             # Only the free part at their end is written in place: they need no copy.
-            name: value if name in ROWS else _copied(value)
+            name: value if name in ROWS else copy.deepcopy(value)
             for name, value in vars(cache).items()
         }
         self._overwritten: list[tuple[int, int, dict[str, mx.array]]] = []
@@ -58,7 +59,9 @@ class _Layer:
         if self._inner is not None:
             return CacheList(*(each.restored() for each in self._inner))
         cache = self._type.__new__(self._type)
-        vars(cache).update({n: v if n in ROWS else _copied(v) for n, v in self._values.items()})
+        vars(cache).update(
+            {n: v if n in ROWS else copy.deepcopy(v) for n, v in self._values.items()}
+        )
         for name in ROWS if self._overwritten else ():
             ring = getattr(cache, name)[...]
             for start, stop, rows in self._overwritten:
@@ -77,14 +80,3 @@ def _about_to_go(cache: Any, tokens: int) -> list[tuple[int, int]]:
     wraps = tokens - (length - place)
     spans = [(place, min(place + tokens, length)), (first, min(first + wraps, length))]
     return [(start, stop) for start, stop in spans if start < stop]
-
-
-def _copied(value: Any) -> Any:
-    """Copy a value's containers and array handles, since the cache may change its own in place."""
-    if isinstance(value, mx.array):
-        return value[...]
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copied(each) for each in value)
-    return value

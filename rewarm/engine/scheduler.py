@@ -285,7 +285,8 @@ class Scheduler(Generic[J]):
             pieces.append(piece)
             at[job.id] = OVER if piece.last else piece.stop
             left -= max(piece.size, 1)
-            if (warm and piece.last) or self._lets_go_on(piece):
+            followers = [j for j in self.undecided.values() if j.leader is job]
+            if (warm and piece.last) or any(piece.last or piece.stop >= j.until for j in followers):
                 break
         return pieces, None
 
@@ -293,13 +294,6 @@ class Scheduler(Generic[J]):
         """Give the warm-ahead that has begun, or else the oldest."""
         warm = [j for j in self.undecided.values() if j.warm]
         return min(warm, key=lambda j: j.stage != "prefilling", default=None)
-
-    def _lets_go_on(self, piece: Piece) -> bool:
-        leader = self.jobs[piece.id]
-        return any(
-            j.leader is leader and (piece.last or piece.stop >= j.until)
-            for j in self.undecided.values()
-        )
 
     def _next_request(self, at: Mapping[int, int]) -> J | None:
         """Give the request that computes next. `at` has the positions that jobs will have by then,

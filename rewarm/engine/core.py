@@ -27,14 +27,13 @@ from rewarm.options import EngineOptions, parse_size
 from rewarm.values import Match
 
 from .decode.batch import Batch
-from .decode.check import decodes_in_batches, running_bytes
 from .decode.sampling import checked
 from .loop import EngineStats, Loop
 from .messages import Cancel, Close, Inbox, Message, PromptPath, Question, Submit, Warm
-from .rehearsal import rehearse
 from .request import Request, Running
 from .runner import Runner
 from .scheduler import Scheduler
+from .trial import decodes_in_batches, rehearse, running_bytes
 
 log = logging.getLogger("rewarm.engine")
 
@@ -96,7 +95,7 @@ class Core:
             self.cache.attach(owned=owned)
             if owned:
                 if self.options.rehearse:
-                    rehearse(runner)
+                    rehearse(runner, self._vocabulary)
                 gc.collect()  # a cache has circular references, and memory is measured next
             scheduler = Scheduler[Running](
                 self.options.max_batch,
@@ -122,7 +121,7 @@ class Core:
                 type(model).__module__,
             )
         costs = running_bytes(model, cache)
-        return Runner(model, cache, self._vocabulary, costs, batched, decoder)
+        return Runner(model, cache, costs, batched, decoder)
 
     # From any thread.
 

@@ -16,8 +16,6 @@ from rewarm.cache import Lease, PrefixCache
 from rewarm.values import Alternative, Cut, Kind, Sampled
 
 from .decode.batch import MOST_PADDING, Batch, Step, wastes_little
-from .decode.check import Costs
-from .decode.sampling import make_processors, make_sampler
 from .request import Running
 from .scheduler import Piece
 
@@ -46,6 +44,14 @@ MOST_HEADROOM = 4096
 it grows."""
 
 
+class Costs(NamedTuple):
+    """The bytes that a running sequence takes: `row` for each token, and `fixed` whatever its
+    length."""
+
+    row: int
+    fixed: int
+
+
 class Failed(NamedTuple):
     """The sequences of a batch that cannot be continued."""
 
@@ -60,14 +66,12 @@ class Runner:
         self,
         model: Any,
         cache: PrefixCache,
-        vocabulary: int,
         costs: Costs | None = None,
         batched: bool = False,
         decoder: type[Batch] = Batch,
     ) -> None:
         self.model = model
         self.cache = cache
-        self.vocabulary = vocabulary
         self.costs = costs or Costs(0, 0)
         self.batched = batched
         self.decoder = decoder
@@ -160,11 +164,8 @@ class Runner:
 
     def open(self, running: Running) -> Step:
         """Take the first step of a sequence alone, so that its own errors are found here."""
-        lease, request = running.leased, running.request
-        sampler = make_sampler(
-            request.sampling, running.choice, len(running.generated), self.vocabulary
-        )
-        batch = self.decoder(self.model, running.id, lease, sampler, make_processors(request))
+        lease = running.leased
+        batch = self.decoder(self.model, running)
         if not running.admitted:
             running.admitted = True
             self.prefilled_tokens += lease.logits is None

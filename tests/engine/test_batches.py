@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache
 
 from rewarm.cache import PrefixCache
-from rewarm.engine.decode.check import CHECK_STEPS, decodes_in_batches
+from rewarm.engine.trial import CHECK_STEPS, decodes_in_batches
 from tests import zoo
 from tests.engines import answer, ask, burst, engine
 from tests.runs import Counted, prompt

@@ -52,7 +52,7 @@ def test_each_position_of_a_seed_draws_anew_and_can_be_taken_up_anywhere() -> No
     seeded = Sampling(temperature=1.0, seed=11)
 
     def drawn(choice: int, since: int) -> list[int]:
-        sampler = make_sampler(seeded, choice, since, 512)
+        sampler = make_sampler(seeded, choice, since)
         return [int(sampler(flat).item()) for _ in range(since, 12)]
 
     first = drawn(0, 0)

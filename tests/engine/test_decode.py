@@ -13,8 +13,8 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.layer_kinds import leaves
 from rewarm.engine import Core, EngineParts, Request
 from rewarm.engine.decode.batch import Batch, Step, merged
-from rewarm.engine.decode.check import decodes_in_batches
 from rewarm.engine.decode.undo import Before
+from rewarm.engine.trial import decodes_in_batches
 from rewarm.options import EngineOptions
 from rewarm.values import Sampling
 from tests import zoo

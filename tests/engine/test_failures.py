@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from rewarm.engine import Request, runner
+from rewarm.engine import Request
+from rewarm.engine.decode import batch
 from rewarm.engine.decode.batch import Batch
 from rewarm.engine.decode.sampling import make_processors
 from rewarm.engine.loop import Loop
@@ -40,7 +41,7 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> None:
             processors.append(burn)
         return processors
 
-    monkeypatch.setattr(runner, "make_processors", with_fuse)
+    monkeypatch.setattr(batch, "make_processors", with_fuse)
 
 
 @pytest.mark.usefixtures("fault")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rewarm.cache import PrefixCache
-from rewarm.engine import core, rehearsal
+from rewarm.engine import core, trial
 from rewarm.engine.decode.batch import Batch
 from rewarm.engine.runner import Runner
 from tests import zoo
@@ -35,8 +35,8 @@ def test_prompts_are_tried_out_before_anybody_asks(
     with engine(zoo.tiny(name), rehearse=True) as server:
         assert len(restored) == 3
         assert restored[0] == 0
-        many, few = rehearsal.MANY, rehearsal.FEW
-        longest = rehearsal.REHEARSED_ON_CPU
+        many, few = trial.MANY, trial.FEW
+        longest = trial.REHEARSED_ON_CPU
         assert longest - 2 * (many + few) <= restored[1] < longest - many
         assert longest - 2 * few <= restored[2] < longest - few
         assert server.core.stats().prefilled_tokens == 0
@@ -53,12 +53,12 @@ def test_a_rehearsal_that_fails_is_logged(
     def fail(*_: Any) -> None:
         raise RuntimeError("no compiler")
 
-    rehearse = rehearsal.rehearse
+    rehearse = trial.rehearse
 
-    def rehearsed(given: Runner) -> None:
+    def rehearsed(given: Runner, vocabulary: int) -> None:
         with monkeypatch.context() as during:
             during.setattr(Batch, where, fail)
-            rehearse(given)
+            rehearse(given, vocabulary)
 
     monkeypatch.setattr(core, "rehearse", rehearsed)
     with engine(zoo.tiny("llama"), rehearse=True) as server:

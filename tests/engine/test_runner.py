@@ -18,7 +18,7 @@ from tests.runs import joined, prompt, run
 def test_logits_that_wait_for_a_place_in_the_batch_are_those_of_one_token() -> None:
     model = zoo.tiny("llama")
     cache = PrefixCache(model, memory="64MB")
-    ready = Runner(model, cache, cache.vocabulary)
+    ready = Runner(model, cache)
     # The first pass may make constants that stay: the second one is measured.
     for number in range(2):
         request = Request(prompt(20, seed=number), Collected(), 4)
@@ -45,7 +45,7 @@ def test_on_cuda_free_buffers_stay_up_to_a_share(
     monkeypatch.setattr(runner, "is_cuda", lambda: bool(cuda))
     monkeypatch.setattr(runner, "device_bytes", lambda: 800)
     model = zoo.tiny("llama")
-    alone = Runner(model, PrefixCache(model, memory="64MB"), 100)
+    alone = Runner(model, PrefixCache(model, memory="64MB"))
     alone._computed(runner.CLEAR_AFTER - 1)
     assert not cleared
     alone._computed(1)

@@ -10,9 +10,8 @@ from mlx_lm.generate import GenerationBatch, StopSequences
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 from mlx_lm.sample_utils import greedy_sampler
 
-from rewarm.cache import Lease
-
-from .sampling import Processor, Sampler
+from ..request import Running
+from .sampling import make_processors, make_sampler
 
 NO_LIMIT = 1 << 62
 """The limit that mlx-lm's batch is given: the engine ends sequences by itself."""
@@ -46,25 +45,19 @@ class Batch:
     most: ClassVar[int] = 1
     """The most tokens that one step gives to a sequence."""
 
-    def __init__(
-        self,
-        model: Any,
-        sequence: int,
-        lease: Lease,
-        sampler: Sampler,
-        processors: list[Processor],
-    ) -> None:
-        """The lease's caches hold everything but the last token. Where it has logits, they hold the
-        last token too, and the logits follow it."""
-        known = lease.logits
+    def __init__(self, model: Any, running: Running) -> None:
+        """The caches of the sequence's lease hold everything but the last token. Where the lease
+        has logits, they hold the last token too, and the logits follow it."""
+        request, lease = running.request, running.leased
+        known, processors = lease.logits, make_processors(request)
         self._generation = GenerationBatch(
             model=model if known is None else lambda inputs, cache: known,
-            uids=[sequence],
+            uids=[running.id],
             inputs=mx.array(lease.tokens[-1:]),
             prompt_cache=lease.caches,
             # Read by processors only.
             tokens=[lease.tokens[:-1].tolist() if processors else []],
-            samplers=[sampler],
+            samplers=[make_sampler(request.sampling, running.choice, len(running.generated))],
             fallback_sampler=greedy_sampler,
             logits_processors=[processors],
             stop_sequences=[StopSequences()],

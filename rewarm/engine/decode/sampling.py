@@ -63,7 +63,7 @@ def checked(sampling: Sampling, vocabulary: int) -> None:
             )
 
 
-def make_sampler(sampling: Sampling, choice: int, generated: int, vocabulary: int) -> Sampler:
+def make_sampler(sampling: Sampling, choice: int, generated: int) -> Sampler:
     """Make the function that chooses each token. `generated` is the number of tokens that were
     chosen in an earlier batch. The seed is set: `submit` draws one where a request has none.
 
@@ -71,7 +71,7 @@ def make_sampler(sampling: Sampling, choice: int, generated: int, vocabulary: in
     """
     if sampling.temperature == 0 or sampling.top_p == 0 or sampling.top_k == 1:
         return cast("Sampler", greedy_sampler)
-    return _Seeded(sampling, _mixed(sampling.seed or 0, choice), generated, vocabulary)
+    return _Seeded(sampling, _mixed(sampling.seed or 0, choice), generated)
 
 
 def make_processors(request: Request) -> list[Processor]:
@@ -102,7 +102,6 @@ class _Seeded:
     sampling: Sampling
     seed: int
     position: int
-    vocabulary: int
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         s = self.sampling
@@ -110,7 +109,7 @@ class _Seeded:
             logprobs = top_p(logprobs, s.top_p)
         if s.min_p > 0:
             logprobs = min_p(logprobs, s.min_p)
-        if 0 < s.top_k < self.vocabulary:
+        if 0 < s.top_k < logprobs.shape[-1]:
             logprobs = top_k(logprobs, s.top_k)
         key = mx.random.key(_mixed(self.seed, self.position))
         self.position += 1

@@ -1,18 +1,32 @@
-"""Find out whether a model decodes right in a batch, and how many bytes a sequence takes."""
+"""What an engine tries out on a model before it is ready.
+
+It finds out whether the model decodes right in a batch, and how many bytes a sequence takes. Then
+it rehearses: it answers a few prompts, so that no client waits for compilation.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import logging
+import time
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from rewarm.cache import PrefixCache
-from rewarm.cache.model import MakeCaches
+from rewarm.cache.model import MakeCaches, context_size
 from rewarm.errors import InvalidOption
+from rewarm.values import Sampling
 
-from .batch import merged
+from .decode.batch import merged
+from .loop import Loop
+from .messages import Inbox, Submit
+from .request import Request, Sink
+from .runner import Costs, Runner
+from .scheduler import Scheduler
+
+log = logging.getLogger("rewarm.engine")
 
 CHECK_LENGTHS = (5, 9)
 FAR_LENGTHS = (1203, 2381)
@@ -22,6 +36,18 @@ CHECK_STEPS = 4
 TOLERANCE, MOST_TOLERANCE = 0.05, 0.15
 """The difference that any model may have, and the most that a model with large rounding errors may
 have, as a share of the largest logit. A wrong mask or padding made a difference of 0.17 or more."""
+
+REHEARSED, REHEARSED_ON_CPU = 403, 139
+"""The tokens of the longest prompt. On a CPU they cost time at every start, and longer ones compile
+nothing more."""
+MANY, FEW = 40, 3
+"""The tokens by which the second prompt is longer than the first, and the third than the second. A
+few tokens take another path through accel/ than many."""
+ANSWERED = 5
+"""The tokens of an answer: enough for all three to decode together."""
+REHEARSED_IN = "4GB"
+"""The memory that the rehearsal's cache may take."""
+DRAWN = Sampling(temperature=1.0, top_p=0.9, top_k=40, min_p=0.01, seed=0)
 
 
 def merges(cache: Any) -> bool:
@@ -88,14 +114,6 @@ def _chooses_keys(cache: Any) -> bool:
     return isinstance(cache, CacheList) and all(type(c) is KVCache for c in cache.caches)
 
 
-class Costs(NamedTuple):
-    """The bytes that a running sequence takes: `row` for each token, and `fixed` whatever its
-    length."""
-
-    row: int
-    fixed: int
-
-
 def running_bytes(model: Any, cache: PrefixCache) -> Costs:
     n = max(CHECK_LENGTHS)
     layout = cache.layout
@@ -127,3 +145,28 @@ def _prefilled(model: Any, caches: list[Any], tokens: Any) -> list[Any]:
 
 def _steps(length: int) -> range:
     return range(length, length + CHECK_STEPS)
+
+
+def rehearse(runner: Runner, vocabulary: int) -> None:
+    """Answer three prompts together in a cache of their own. Each prompt goes on from the last one.
+
+    MLX compiles most functions at their first use, which takes a second or two each. A failure is
+    logged, as for any request.
+    """
+    try:
+        cache = PrefixCache(runner.model, memory=REHEARSED_IN, make_cache=runner.cache.blank)
+        alone = Runner(runner.model, cache, runner.costs, runner.batched)
+        loop = Loop(alone, Scheduler(3, 1 << 62, cache.chunk), Inbox())
+        most = REHEARSED_ON_CPU if mx.default_device() == mx.cpu else REHEARSED
+        longest = min(most, context_size(runner.model) - ANSWERED)
+        tokens = np.arange(longest, dtype=np.int32) * 7919 % vocabulary
+        for length in (longest - MANY - FEW, longest - FEW, longest):
+            if length > 0:
+                sampling = DRAWN if length == longest else Sampling()
+                prompt, name = tokens[:length], "that is tried out at the start"
+                request = Request(prompt, Sink(), ANSWERED, sampling, name=name)
+                loop.take(Submit(request, time.perf_counter()))
+        while loop.requests:
+            loop.turn()
+    except Exception:
+        log.exception("a first prompt could not be tried out; the first ones will be slow")

@@ -18,12 +18,13 @@ from mlx_lm.generate import generation_stream
 
 from rewarm import accel
 from rewarm.cache import PrefixCache
+from rewarm.cache.core import budget_of
 from rewarm.cache.identity import evaluate
 from rewarm.cache.memory import auto_size
 from rewarm.cache.model import checked_tokens, context_size, vocabulary_size
 from rewarm.cache.views.miss import Missed
 from rewarm.errors import CannotLoad, ContextExceeded, InvalidOption, NotReady, QueueFull
-from rewarm.options import EngineOptions, parse_size
+from rewarm.options import EngineOptions
 from rewarm.values import Match
 
 from .decode.batch import Batch
@@ -97,13 +98,9 @@ class Core:
                 if self.options.rehearse:
                     rehearse(runner, self._vocabulary)
                 gc.collect()  # a cache has circular references, and memory is measured next
-            scheduler = Scheduler[Running](
-                self.options.max_batch,
-                self.options.running_memory or auto_size(),
-                self.cache.chunk,
-                self.cache.layout.shortest_window,
-                decoder.most,
-            )
+            most, memory = self.options.max_batch, self.options.running_memory or auto_size()
+            window = self.cache.layout.shortest_window
+            scheduler = Scheduler[Running](most, memory, self.cache.chunk, window, decoder.most)
             # The loop gets no method of this core: that would be a circle of references, which
             # keeps the core and its cache until the garbage collector runs.
             self._loop = Loop(runner, scheduler, self._inbox)
@@ -120,8 +117,7 @@ class Core:
                 "%s decodes one sequence at a time: in a batch its answers would differ",
                 type(model).__module__,
             )
-        costs = running_bytes(model, cache)
-        return Runner(model, cache, costs, batched, decoder)
+        return Runner(model, cache, running_bytes(model, cache), batched, decoder)
 
     # From any thread.
 
@@ -191,8 +187,7 @@ class Core:
 
     def resize(self, memory: int | str) -> Future[None]:
         """Give the cache another budget. It evicts the excess at once, except what is in use."""
-        nbytes = parse_size(memory) if memory != "auto" else auto_size()
-        return self._ask(partial(PrefixCache.resize, memory=nbytes))
+        return self._ask(partial(PrefixCache.resize, memory=budget_of(memory)))
 
     def post(self, message: Message) -> None:
         """Leave a message for the next turn."""
@@ -220,18 +215,15 @@ class Core:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until there is work or the core is to stop; False where it took too long."""
-        loop = self._loop
-        if loop.has_work:
+        if self._loop.has_work:
             return True
-        return self._inbox.wait(lambda: self.stopping and not loop.requests, timeout)
+        return self._inbox.wait(lambda: self.stopping and not self._loop.requests, timeout)
 
     def turn(self) -> None:
         """Take what was posted, and bring everything that runs one step on."""
         self.follow(self._inbox.waiting(), self._inbox.taken)
 
-    def follow(
-        self, messages: Sequence[Message], taken: Callable[[], object] = lambda: None
-    ) -> None:
+    def follow(self, messages: Sequence[Message], taken: Callable[[], object]) -> None:
         """Take one turn over these messages, and no others. `taken` is called after each.
 
         Another core of the same model does the same turns when it follows with the same messages,

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from rewarm.cache.tree import encode
-from rewarm.values import Finish, Sampled
+from rewarm.values import Sampled
 
 from .fetching import Fetching
 from .messages import Cancel, Close, Inbox, Message, Question, Submit, Warm
@@ -54,10 +54,9 @@ class Loop:
         reads a copy of the list of jobs, and one attribute of each."""
         jobs = list(self.scheduler.jobs.values())
         stages = [j.stage for j in jobs if not j.warm]
+        posted = sum(m.request.n for m in messages if isinstance(m, Submit))
         return EngineStats(
-            waiting=stages.count("waiting")
-            + stages.count("fetching")
-            + sum(m.request.n for m in messages if isinstance(m, Submit)),
+            waiting=posted + stages.count("waiting") + stages.count("fetching"),
             prefilling=stages.count("prefilling") + stages.count("ready"),
             decoding=stages.count("decoding"),
             warm_waiting=len(jobs) - len(stages) + sum(isinstance(m, Warm) for m in messages),
@@ -163,9 +162,8 @@ class Loop:
                 case "fetch":
                     self._fetching.begin(running)
                 case "start":
-                    one_pass = self.runner.start(running)
-                    lease = running.leased
-                    self.scheduler.started(running, lease.position, lease.cuts, one_pass)
+                    lease = self.runner.start(running)
+                    self.scheduler.started(running, lease.position, lease.cuts)
                     running.tell_progress()
                 case "mark":
                     self.scheduler.marked(running, self.runner.mark(running, running.marks))
@@ -220,16 +218,12 @@ class Loop:
         request = running.request
         running.first_token = running.first_token or time.perf_counter()
         running.generated.append(token)
-        if request.top_logprobs is None:
-            sampled = Sampled(token)
-        else:
-            sampled = alternatives(logprobs, token, request.top_logprobs)
-        reason: Finish | None = None
+        others = request.top_logprobs
+        sampled = Sampled(token) if others is None else alternatives(logprobs, token, others)
         if request.sink.token(running.choice, sampled) or token in request.end_tokens:
-            reason = "stop"
+            running.ended = "stop"
         elif len(running.generated) >= request.max_tokens:
-            reason = "length"
-        running.ended = reason
+            running.ended = "length"
 
     def _prefill(self, piece: Piece) -> None:
         running = self.scheduler.jobs.get(piece.id)

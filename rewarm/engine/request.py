@@ -149,13 +149,12 @@ class Running(Job):
         now = time.perf_counter()
         started, first_token = self.started or now, self.first_token or now
         cost = self.cost or Cost(Match(len(self.request.tokens)))
-        match = cost.match
         position = self.lease.position if self.lease is not None else 0
-        computed = match.tokens if self.admitted else max(position, match.resume)
+        computed = cost.match.tokens if self.admitted else max(position, cost.match.resume)
         ran_ms = (first_token - started) * 1e3
         return replace(
             cost,
-            prefilled=computed - match.resume,
+            prefilled=computed - cost.match.resume,
             queued_ms=(started - self.submitted) * 1e3,
             prefill_ms=max(ran_ms - cost.match_ms - cost.restore_ms, 0.0),
             ttft_ms=(first_token - self.submitted) * 1e3,
@@ -211,9 +210,9 @@ class Requests:
     def stop(
         self, sequences: Sequence[Running], error: BaseException, *, keep: bool = True
     ) -> list[Running]:
-        """Take out the sequences of a batch or a turn that failed. Returns those that can start
-        over. The others end: what has its whole answer as it is, and with the error what has failed
-        alone. Without `keep`, nothing can start over."""
+        """Take out the sequences of a batch or a turn that failed. Returns those that start over. A
+        sequence with its whole answer ends. One that was alone already fails with the error.
+        Without `keep`, all the others do, too."""
         for each in sequences:
             ran = each.lease is not None
             cost = each.report()

@@ -102,10 +102,8 @@ class Runner:
         padded = MOST_PADDING if self.batched else 1.0
         return self.costs.fixed + int(self.costs.row * tokens * padded)
 
-    def start(self, running: Running) -> int:
-        """Match a prompt and restore what is known of it.
-
-        Returns a number of tokens: a last piece of fewer includes the prompt's last token."""
+    def start(self, running: Running) -> Lease:
+        """Match a prompt and restore what is known of it."""
         running.started = running.started or time.perf_counter()
         request = running.request
         lease = self.cache.acquire(
@@ -125,7 +123,8 @@ class Runner:
         # prompt comes again. It is off beyond the cache's limit, where the cuts are fixed.
         only_rows = layout.has_rows and not layout.has_state and not layout.has_window
         fast = self.cache.reuse == "fast" and len(lease.tokens) <= self.cache.limit
-        return self._one_pass if only_rows and fast and not running.warm else 0
+        running.one_pass = self._one_pass if only_rows and fast and not running.warm else 0
+        return lease
 
     def mark(self, running: Running, positions: Iterable[int]) -> list[Cut]:
         """Divide a prompt at positions that other prompts wait for. Returns its cuts."""
@@ -181,12 +180,11 @@ class Runner:
         groups = [[batch] for batch in self._shared]
         padded = self.cache.layout.has_rows
         for batch in self._opened:
-            suiting = (g for g in groups if not padded or wastes_little([*g, batch]))
-            group = next(suiting, None)
-            if group is None:
-                groups.append([batch])
+            suiting = [g for g in groups if not padded or wastes_little([*g, batch])]
+            if suiting:
+                suiting[0].append(batch)
             else:
-                group.append(batch)
+                groups.append([batch])
         self._shared, self._opened, failed = [g[0] for g in groups], [], []
         for first, *others in groups:
             ids = [each for batch in (first, *others) for each in batch.ids]
@@ -276,6 +274,5 @@ def alternatives(logprobs: mx.array, token: int, count: int) -> Sampled:
     row = np.asarray(logprobs.astype(mx.float32))
     best = np.argpartition(-row, count - 1)[:count] if 0 < count < len(row) else np.arange(0)
     best = best[np.argsort(-row[best], kind="stable")]
-    return Sampled(
-        token, float(row[token]), tuple(Alternative(int(i), float(row[i])) for i in best)
-    )
+    others = tuple(Alternative(int(i), float(row[i])) for i in best)
+    return Sampled(token, float(row[token]), others)

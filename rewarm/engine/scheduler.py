@@ -203,9 +203,9 @@ class Scheduler(Generic[J]):
         job.known = max(job.known, known)
         self._follow(job)
 
-    def started(self, job: J, position: int, cuts: Sequence[Cut], one_pass: int = 0) -> None:
+    def started(self, job: J, position: int, cuts: Sequence[Cut]) -> None:
         """A job's prefill begins at `position`."""
-        job.cuts, job.one_pass, job.fetched = cuts, one_pass, False
+        job.cuts, job.fetched = cuts, False
         self._at(job, position, "prefilling")
 
     def marked(self, job: J, cuts: Sequence[Cut]) -> None:
@@ -252,15 +252,10 @@ class Scheduler(Generic[J]):
     def plan(self) -> Plan:
         pieces = self._pieces()[0] if self.undecided else ()
         most = max(self.window - self.step, 1)
-        ready, full, decoding = [], [], 0
-        for job in self.jobs.values():
-            if job.stage == "ready":
-                ready.append(job.id)
-            elif job.stage == "decoding":
-                decoding += 1
-                if self.window and job.unstored >= most:
-                    full.append(job.id)
-        admit = tuple(ready[: self.max_batch - decoding])
+        ready = [j.id for j in self.jobs.values() if j.stage == "ready"]
+        decoding = [j for j in self.jobs.values() if j.stage == "decoding"]
+        full = [j.id for j in decoding if j.unstored >= most] if self.window else []
+        admit = tuple(ready[: self.max_batch - len(decoding)])
         return Plan(admit, tuple(full), bool(decoding or admit), tuple(pieces))
 
     def _is_idle(self) -> bool:

@@ -80,27 +80,25 @@ def _decodes_in_batches(
     model: Any, blank: MakeCaches, vocabulary: int, lengths: tuple[int, int]
 ) -> bool:
     tokens = np.random.default_rng(0).integers(0, vocabulary, (2, max(lengths) + CHECK_STEPS))
-    alone, at_once, prefilled = [], [], []
+    alone, at_once, answers, prefilled = [], [], [], []
     for row, length in zip(tokens, lengths, strict=True):
-        caches = [_prefilled(model, blank(), row[:length]) for _ in range(3)]
-        steps = [model(mx.array(row[None, i : i + 1]), cache=caches[0]) for i in _steps(length)]
-        alone.append(mx.concatenate(steps, axis=1)[0])
-        at_once.append(model(mx.array(row[None, _steps(length)]), cache=caches[1])[0])
-        prefilled.append(caches[2])
+        stepping, whole, shared = (_prefilled(model, blank(), row[:length]) for _ in range(3))
+        answer = mx.array(row[None, length : length + CHECK_STEPS])
+        alone.append(_steps(model, answer, stepping))
+        at_once.append(model(answer, cache=whole))
+        answers.append(answer)
+        prefilled.append(shared)
     batch = merged(prefilled)
-    together = []
     try:
-        for i in range(CHECK_STEPS):
-            inputs = [[row[length + i]] for row, length in zip(tokens, lengths, strict=True)]
-            together.append(model(mx.array(np.array(inputs)), cache=batch))
+        together = _steps(model, mx.concatenate(answers), batch)
     except (TypeError, ValueError):
         return False  # it takes one position for all sequences, as dynamic NTK does
-    expected = mx.stack(alone)
+    expected = mx.concatenate(alone)
     # Sums in another order round differently, by an amount that depends on model and device. One
     # sequence that takes its steps at once has the same rounding errors.
-    rounding = _apart(mx.stack(at_once), expected)
+    rounding = _apart(mx.concatenate(at_once), expected)
     tolerance = min(max(TOLERANCE, 2 * rounding), MOST_TOLERANCE)
-    return _apart(mx.concatenate(together, axis=1), expected) <= tolerance
+    return _apart(together, expected) <= tolerance
 
 
 def _apart(logits: mx.array, expected: mx.array) -> float:
@@ -143,8 +141,10 @@ def _prefilled(model: Any, caches: list[Any], tokens: Any) -> list[Any]:
     return caches
 
 
-def _steps(length: int) -> range:
-    return range(length, length + CHECK_STEPS)
+def _steps(model: Any, tokens: mx.array, caches: list[Any]) -> mx.array:
+    """Give the logits of tokens that are computed one by one."""
+    steps = [model(tokens[:, i : i + 1], cache=caches) for i in range(tokens.shape[1])]
+    return mx.concatenate(steps, axis=1)
 
 
 def rehearse(runner: Runner, vocabulary: int) -> None:

@@ -194,7 +194,7 @@ def replay(model: Any, folder: Path, turns: list[list[Message]]) -> tuple[str, d
     core = made_core(model, folder)
     copied = Copied()
     for messages in turns:
-        core.follow([copied.of(m) for m in messages])
+        core.follow([copied.of(m) for m in messages], lambda: None)
     told = core.cache.digest(), copied.said()
     core.close()
     core.cache.close()

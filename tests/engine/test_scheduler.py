@@ -174,9 +174,9 @@ def test_a_turn_ends_where_somebody_who_waited_can_go_on() -> None:
 def test_a_last_piece_that_is_short_goes_through_the_last_token() -> None:
     for one_pass, stop in ((0, 20), (20, 20), (21, 21)):
         policy = scheduler()
-        policy.add(job(1, 21))
+        policy.add(job(1, 21, one_pass=one_pass))
         policy.preparation()
-        policy.started(policy.jobs[1], 0, cuts(0, 20), one_pass)
+        policy.started(policy.jobs[1], 0, cuts(0, 20))
         assert policy.plan().prefill == (Piece(1, 0, stop, None, True),)
 
 

@@ -121,15 +121,10 @@ class Batch:
 
     def remove(self, gone: set[int]) -> None:
         """Forget sequences."""
-        ids = self.ids
-        keep = [i for i, each in enumerate(ids) if each not in gone]
-        if len(keep) == len(ids):
-            return
-        self.lengths = [self.lengths[i] for i in keep]
-        if keep or self._merged:
+        keep = [i for i, each in enumerate(self.ids) if each not in gone]
+        if len(keep) < len(self.ids):
+            self.lengths = [self.lengths[i] for i in keep]
             self._generation.filter(keep)
-        else:
-            self._generation.uids = []
 
 
 def _extracted(cache: Any, place: int) -> Any:

@@ -43,11 +43,7 @@ class _Layer:
         if isinstance(cache, CacheList):
             self._inner = [_Layer(each, tokens) for each in cache.caches]
             return
-        self._values = {
-            # Only the free part at their end is written in place: they need no copy.
-            name: value if name in ROWS else copy.deepcopy(value)
-            for name, value in vars(cache).items()
-        }
+        self._values = _copied(vars(cache))
         self._overwritten: list[tuple[int, int, dict[str, mx.array]]] = []
         if isinstance(cache, (RotatingKVCache, BatchRotatingKVCache)) and cache.keys is not None:
             for start, stop in _about_to_go(cache, tokens):
@@ -59,15 +55,19 @@ class _Layer:
         if self._inner is not None:
             return CacheList(*(each.restored() for each in self._inner))
         cache = self._type.__new__(self._type)
-        vars(cache).update(
-            {n: v if n in ROWS else copy.deepcopy(v) for n, v in self._values.items()}
-        )
+        vars(cache).update(_copied(self._values))
         for name in ROWS if self._overwritten else ():
             ring = getattr(cache, name)[...]
             for start, stop, rows in self._overwritten:
                 ring[..., start:stop, :] = rows[name]
             setattr(cache, name, ring)
         return cache
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    """Copy the attributes of a cache. Its rows need no copy, since only the free part at their end
+    is written in place. Copies of other arrays share their memory."""
+    return {name: v if name in ROWS else copy.deepcopy(v) for name, v in values.items()}
 
 
 def _about_to_go(cache: Any, tokens: int) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ def test_logits_that_wait_for_a_place_in_the_batch_are_those_of_one_token() -> N
         request = Request(prompt(20, seed=number), Collected(), 4)
         sequence = Running(number, stop=19, request=request)
         ready.start(sequence)
+        mx.clear_cache()  # a free buffer that is used again may be larger than what is asked for
         before, held = mx.get_active_memory(), cache.stats().held
         ready.prefill(sequence, Piece(number, 0, 20, None, True))
         assert sequence.lease is not None

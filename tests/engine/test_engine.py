@@ -278,7 +278,7 @@ def test_a_leader_that_is_almost_there_is_still_waited_for() -> None:
         core.turn()
     assert first.progress[-1][0] < 640
     core.submit(Request(joined(head, prompt(8, seed=1), prompt(20, seed=3)), second, 4))
-    while core.has_work:
+    while core.wait(0):
         core.turn()
     core.close()
     assert first.prefilled_tokens + second.prefilled_tokens <= 640 + 8 + 80 + 32

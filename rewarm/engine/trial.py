@@ -1,7 +1,7 @@
-"""What an engine tries out on a model before it is ready.
+"""Try a model out before its engine is ready.
 
-It finds out whether the model decodes right in a batch, and how many bytes a sequence takes. Then
-it rehearses: it answers a few prompts, so that no client waits for compilation.
+The trial finds out whether the model decodes right in a batch, and how many bytes a sequence takes.
+Then it rehearses: it answers a few prompts, so that no client waits for compilation.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Loop:
         self.has_work |= bool(plan.decode or plan.prefill)
         if plan.admit:
             self._admit(plan.admit)
-        for running in self._left(plan.store):
+        for running in self._still_running(plan.store):
             self.runner.store_answer(running)
             running.unstored = 0
         if plan.decode:
@@ -171,7 +171,7 @@ class Loop:
             self.requests.fail(running, error)
 
     def _admit(self, ids: Iterable[int]) -> None:
-        for running in self._left(ids):
+        for running in self._still_running(ids):
             try:
                 first = self.runner.open(running)
                 self.scheduler.admitted(running)
@@ -240,7 +240,7 @@ class Loop:
         if running.warm and (piece.last or running.leased.stopped_storing):
             self.requests.leave([running], "stop")
 
-    def _left(self, ids: Iterable[int]) -> Iterator[Running]:
+    def _still_running(self, ids: Iterable[int]) -> Iterator[Running]:
         """Give these sequences one by one, except those that end meanwhile because another answer
         to their request failed."""
         for each in ids:
@@ -251,7 +251,7 @@ class Loop:
     def _start_over(self, failed: Failed) -> None:
         """Start the sequences of a failed batch over, from what the tree holds of them. Each then
         decodes alone: the one that caused the failure fails alone, and the others lose nothing."""
-        for running in self.requests.stop(list(self._left(failed.ids)), failed.error):
+        for running in self.requests.stop(list(self._still_running(failed.ids)), failed.error):
             log.warning("a batch failed (%s); %s starts over", failed.error, running)
             self._queue(running)
         # Its frames refer to the list that it is in, and would keep the batch alive.

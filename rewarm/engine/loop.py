@@ -131,9 +131,10 @@ class Loop:
         self.has_work |= bool(plan.decode or plan.prefill)
         if plan.admit:
             self._admit(plan.admit)
-        for running in self._still_running(plan.store):
-            self.runner.store_answer(running)
-            running.unstored = 0
+        if plan.store:
+            for running in self._still_running(plan.store):
+                self.runner.store_answer(running)
+                running.unstored = 0
         if plan.decode:
             self._decode()
         for piece in plan.prefill:

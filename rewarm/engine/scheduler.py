@@ -149,15 +149,16 @@ class Scheduler(Generic[J]):
     def __init__(
         self, max_batch: int, running_memory: int, chunk: int, window: int = 0, step: int = 1
     ) -> None:
+        """`window`: the shortest window of the model's layers; 0 where it has none. `step`: the
+        most tokens that a step of decoding gives to a sequence."""
         self.max_batch = max_batch
         self.running_memory = running_memory
         """The bytes that running requests may take together."""
         self.chunk = chunk
         """The prompt tokens of a turn."""
-        self.window = window
-        """The shortest window of the model's layers; 0 where it has none."""
-        self.step = step
-        """The most tokens that a step of decoding gives to a sequence."""
+        self.most_unstored = max(window - step, 1) if window else 1 << 62
+        """The tokens of an answer after which it is stored. Another step could overwrite rows that
+        its windows need."""
         self.jobs: dict[int, J] = {}
         self.clock = 0
         self.undecided: dict[int, J] = {}
@@ -234,10 +235,9 @@ class Scheduler(Generic[J]):
         warm = [j for j in undecided if j.warm]
         if len(warm) > MOST_WARM:
             return Preparation("forget", warm[0].id)
-        begun = self._warm()
-        if begun is not None and begun.stage == "prefilling" and not self._is_idle():
-            return Preparation("pause", begun.id)
         for job in undecided:
+            if job.stage == "prefilling" and job.warm and not self._is_idle():
+                return Preparation("pause", job.id)
             if job.stage == "prefilling" and job.marks:
                 return Preparation("mark", job.id)
         if sum(j.stage == "fetching" or j.fetched for j in undecided) < MOST_FETCHING:
@@ -251,11 +251,15 @@ class Scheduler(Generic[J]):
 
     def plan(self) -> Plan:
         pieces = self._pieces()[0] if self.undecided else ()
-        most = max(self.window - self.step, 1)
-        ready = [j.id for j in self.jobs.values() if j.stage == "ready"]
-        decoding = [j for j in self.jobs.values() if j.stage == "decoding"]
-        full = [j.id for j in decoding if j.unstored >= most] if self.window else []
-        admit = tuple(ready[: self.max_batch - len(decoding)])
+        ready, full, decoding = [], [], 0
+        for job in self.jobs.values():
+            if job.stage == "ready":
+                ready.append(job.id)
+            elif job.stage == "decoding":
+                decoding += 1
+                if job.unstored >= self.most_unstored:
+                    full.append(job.id)
+        admit = tuple(ready[: self.max_batch - decoding])
         return Plan(admit, tuple(full), bool(decoding or admit), tuple(pieces))
 
     def _is_idle(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.model import MakeCaches, context_size
@@ -60,9 +60,8 @@ def merges(cache: Any) -> bool:
         return all(merges(c) for c in cache.caches)
     if isinstance(cache, RotatingKVCache):
         return bool(cache.keep == 0)
-    if type(cache) in (KVCache, ArraysCache):
-        return True
-    return all(hasattr(cache, name) for name in ("merge", "extract", "filter", "extend"))
+    needed = ("merge", "extract", "filter", "extend")
+    return type(cache) is KVCache or all(hasattr(cache, name) for name in needed)
 
 
 def decodes_in_batches(model: Any, blank: MakeCaches, vocabulary: int) -> bool:
@@ -70,9 +69,8 @@ def decodes_in_batches(model: Any, blank: MakeCaches, vocabulary: int) -> bool:
     caches = blank()
     if not all(merges(c) for c in caches):
         return False
-    lengths = [CHECK_LENGTHS]
-    if any(_chooses_keys(c) for c in caches):
-        lengths.append(FAR_LENGTHS)
+    by_blocks = any(_chooses_keys(c) for c in caches)
+    lengths = [CHECK_LENGTHS, FAR_LENGTHS] if by_blocks else [CHECK_LENGTHS]
     return all(_decodes_in_batches(model, blank, vocabulary, each) for each in lengths)
 
 

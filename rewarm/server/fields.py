@@ -116,31 +116,20 @@ def thinking_options(effort: str | None, enabled: bool | None) -> dict[str, Any]
     return options
 
 
-class ToolChoice(NamedTuple):
-    """The tools that the model is shown."""
-
-    tools: list[Any] | None
-    must_call: bool
-    """The model has to call one of them."""
-
-
-NO_TOOLS = ToolChoice(None, must_call=False)
-
-
-def chosen_tools(tools: list[Any] | None, mode: str, name: str | None = None) -> ToolChoice:
-    """Choose among the tools of a request, which are in OpenAI's shape. `mode` is "none", "auto" or
-    "required"; with a name, only that tool is shown."""
+def chosen_tools(tools: list[Any] | None, mode: str, name: str | None = None) -> list[Any] | None:
+    """Give the tools that the model is shown, of those of a request in OpenAI's shape. `mode` is
+    "none", "auto" or "required"; with a name, only that tool is shown."""
     if not tools and mode == "required":
         raise bad_request("tool_choice needs tools", "tool_choice")
     if not tools or mode == "none":
-        return NO_TOOLS
+        return None
     if name is not None:
         tools = [tool for tool in tools if tool["function"]["name"] == name][:1]
         if not tools:
             raise bad_request(
                 f"tool_choice: there is no tool {name[:80]!r} in tools", "tool_choice"
             )
-    return ToolChoice(tools, must_call=mode == "required")
+    return tools
 
 
 SAMPLING = frozenset(field.name for field in fields(Sampling))

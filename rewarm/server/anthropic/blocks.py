@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rewarm.prompt.messages import AnswerParts, Part, assistant_message
+from rewarm.prompt.messages import AnswerParts, Part, assistant_message, tool_message
 from rewarm.values import Message
 
 from ..errors import bad_request
@@ -84,6 +84,31 @@ class AnthropicMessage(Body):
             return [ContentBlock(type="text", text=self.content)]
         return self.content
 
+    def told(self, called: dict[str, str]) -> Iterator[tuple[Message, Sequence[ContentBlock]]]:
+        """Give its canonical messages, each with the blocks that it is made of. `called` has the
+        names of the tools that were called so far, by the id of the call."""
+        if self.role == "assistant":
+            message = message_of(self.blocks)
+            for call in message.get("tool_calls", ()):
+                called[call["id"]] = call["function"]["name"]
+            yield message, self.blocks
+            return
+        # Tool results become messages of their own, before the user's text beside them.
+        texts = []
+        for block in self.blocks:
+            if block.type == "tool_result":
+                call_id = block.tool_use_id or ""
+                yield tool_message(block.result, call_id, called.get(call_id)), [block]
+            elif block.type == "text":
+                texts.append(block)
+            else:
+                raise bad_request(
+                    f"a {block.type} block belongs into an assistant message", "messages"
+                )
+        if texts or not self.blocks:
+            text = "\n".join(block.text or "" for block in texts)
+            yield {"role": self.role, "content": text}, texts
+
 
 class AnthropicTool(Block):
     name: Annotated[str, Field(min_length=1)]
@@ -111,8 +136,8 @@ class AnthropicTool(Block):
         return {"type": "function", "function": function}
 
 
-def is_marked(blocks: Iterable[Block] | None) -> bool:
-    return any(block.cache_control is not None for block in blocks or ())
+def is_marked(*blocks: Sequence[Block] | None) -> bool:
+    return any(block.cache_control is not None for some in blocks for block in some or ())
 
 
 def message_of(blocks: Sequence[ContentBlock]) -> Message:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -11,8 +9,6 @@ from pydantic import Field, model_validator
 from rewarm.generate.options import RETURNING, GenerationOptions
 from rewarm.options import ServerOptions
 from rewarm.prompt.chat import SYSTEM_AND_TOOLS, Chat
-from rewarm.prompt.messages import tool_message
-from rewarm.values import Message
 
 from .. import fields
 from ..errors import ApiError, bad_request
@@ -40,7 +36,12 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-CHOICES = {"any": "required", "tool": "required", "auto": "auto", "none": "none"}
+CHOICES = {
+    "any": "required",
+    "tool": "required",
+    "auto": "auto",
+    "none": "none",
+}
 """The modes of `fields.chosen_tools`, by Anthropic's names."""
 
 BILLING_HEADER = "x-anthropic-billing-header:"
@@ -116,37 +117,37 @@ class CountRequest(RequestBody):
 
     def chat(self, server: ServerOptions) -> Chat:
         """Make the canonical chat."""
-        told = ChatReader()
         system = self._system(server.keep_billing_header)
-        if system is not None:
-            told.messages.append({"role": "system", "content": system})
+        messages = [{"role": "system", "content": system}] if system is not None else []
         system_blocks = self.system if isinstance(self.system, list) else []
-        if blocks.is_marked([*(self.tools or ()), *system_blocks]):
-            told.marked.add(SYSTEM_AND_TOOLS)
+        marked = {SYSTEM_AND_TOOLS} if blocks.is_marked(self.tools, system_blocks) else set()
+        called: dict[str, str] = {}
         for message in self.messages:
-            told.read(message.role, message.blocks)
+            for told, of_blocks in message.told(called):
+                if blocks.is_marked(of_blocks):
+                    marked.add(len(messages))
+                messages.append(told)
         if self.cache_control is not None:
-            told.marked.add(len(told.messages) - 1)
+            marked.add(len(messages) - 1)
+        asked = self.tool_choice or AnthropicToolChoice(type="auto")
+        name = asked.name if asked.type == "tool" else None
         functions = [tool.as_function() for tool in self.tools or ()]
-        asked = self.tool_choice
-        name = asked.name if asked and asked.type == "tool" else None
-        choice = fields.chosen_tools(functions, CHOICES[asked.type] if asked else "auto", name)
         continues = self.messages[-1].role == "assistant"
-        if continues and told.messages[-1].get("tool_calls"):
+        if continues and messages[-1].get("tool_calls"):
             raise bad_request(
                 "the last message calls tools: send their results after it", "messages"
             )
         return Chat(
-            messages=told.messages,
+            messages=messages,
             returned=blocks.returned,
-            tools=choice.tools,
+            tools=fields.chosen_tools(functions, CHOICES[asked.type], name),
             template=fields.thinking_options(
                 self.output_config.effort if self.output_config else None,
                 self.thinking.type != "disabled" if self.thinking else None,
             ),
             continue_final=continues,
-            marked=tuple(sorted(told.marked)),
-            must_call=choice.must_call,
+            marked=tuple(sorted(marked)),
+            must_call=CHOICES[asked.type] == "required",
         )
 
     def _system(self, keep_billing_header: bool) -> str | None:
@@ -182,44 +183,6 @@ class MessagesRequest(CountRequest):
         return ParsedRequest(self.chat(server), options, self)
 
 
-@dataclass
-class ChatReader:
-    """The canonical messages that were read from content blocks."""
-
-    messages: list[Message] = field(default_factory=list)
-    marked: set[int] = field(default_factory=set)
-    """Messages with a `cache_control` mark."""
-    names: dict[str, str] = field(default_factory=dict)
-    """The tools that were called, by the id of the call."""
-
-    def read(self, role: str, content: Sequence[blocks.ContentBlock]) -> None:
-        if role == "assistant":
-            message = blocks.message_of(content)
-            for call in message.get("tool_calls", ()):
-                self.names[call["id"]] = call["function"]["name"]
-            return self._add(message, content)
-        # Tool results become messages of their own, before the user's text beside them.
-        texts = []
-        for block in content:
-            if block.type == "tool_result":
-                call_id = block.tool_use_id or ""
-                self._add(tool_message(block.result, call_id, self.names.get(call_id)), [block])
-            elif block.type == "text":
-                texts.append(block)
-            else:
-                raise bad_request(
-                    f"a {block.type} block belongs into an assistant message", "messages"
-                )
-        if texts or not content:
-            text = "\n".join(block.text or "" for block in texts)
-            self._add({"role": role, "content": text}, texts)
-
-    def _add(self, message: Message, content: Sequence[blocks.ContentBlock]) -> None:
-        if blocks.is_marked(content):
-            self.marked.add(len(self.messages))
-        self.messages.append(message)
-
-
 def without_billing_header(system: str) -> str:
     """Remove a coding agent's first line from a system prompt. The line differs in every request,
     so no two prompts would begin alike."""
@@ -231,8 +194,5 @@ def without_billing_header(system: str) -> str:
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     """Make the body of an error."""
     kind = ERROR_TYPES.get(error.status, "api_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": error.message},
-        "request_id": request_id,
-    }
+    told = {"type": kind, "message": error.message}
+    return {"type": "error", "error": told, "request_id": request_id}

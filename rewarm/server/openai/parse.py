@@ -126,9 +126,8 @@ class ChatMessage(Body):
 
     def as_message(self) -> Message:
         """Make the canonical message."""
-        text = self.content or ""
-        if not isinstance(text, str):
-            text = "".join(part.words or "" for part in text)
+        given = self.content or ""
+        text = given if isinstance(given, str) else "".join(part.words or "" for part in given)
         if self.role == "tool":
             return tool_message(text, self.tool_call_id, self.name)
         if self.role == "assistant":
@@ -162,6 +161,14 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+TopK = Annotated[int, Field(ge=-1, le=fields.MOST_TOKENS), AfterValidator(lambda k: max(0, k))]
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=4096),
+    AfterValidator(lambda biases: {int(token): bias for token, bias in biases.items()}),
+]
+
+
 class OpenAIRequest(RequestBody):
     model: str | None = None
     stream: bool | None = None
@@ -173,25 +180,12 @@ class OpenAIRequest(RequestBody):
     prompt_cache_key: str | None = None
     temperature: fields.Temperature | None = None
     top_p: fields.Fraction | None = None
-    top_k: (
-        Annotated[int, Field(ge=-1, le=fields.MOST_TOKENS), AfterValidator(lambda k: max(0, k))]
-        | None
-    ) = None
+    top_k: TopK | None = None
     min_p: fields.Fraction | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: fields.Penalty | None = None
     frequency_penalty: fields.Penalty | None = None
-    logit_bias: (
-        Annotated[
-            dict[
-                Annotated[str, Field(pattern="^[0-9]{1,9}$")],
-                Annotated[float, Field(ge=-100, le=100)],
-            ],
-            Field(max_length=4096),
-            AfterValidator(lambda biases: {int(token): bias for token, bias in biases.items()}),
-        ]
-        | None
-    ) = None
+    logit_bias: LogitBias | None = None
     seed: fields.Seed | None = None
     cache_salt: fields.Salt | None = None
     """Prompts with different salts share nothing."""
@@ -257,15 +251,14 @@ class ChatRequest(OpenAIRequest):
     def parsed(self, server: ServerOptions) -> ParsedRequest:
         given = self.tool_choice or "auto"
         mode, name = (given, None) if isinstance(given, str) else ("required", given.function.name)
-        choice = fields.chosen_tools(self.tools, mode, name)
         template = fields.thinking_options(self.reasoning_effort, self.enable_thinking)
         template.update(self.chat_template_kwargs or ())
         chat = Chat(
             messages=[message.as_message() for message in self.messages],
-            tools=choice.tools,
+            tools=fields.chosen_tools(self.tools, mode, name),
             template=template,
             continue_final=self.continues,
-            must_call=choice.must_call,
+            must_call=mode == "required",
         )
         options = self.options(
             self.max_completion_tokens or self.max_tokens,
@@ -312,11 +305,5 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
         kind = "rate_limit_error"
     else:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {
-        "error": {
-            "message": error.message,
-            "type": kind,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
+    told = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return {"error": told}

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rewarm.engine import Engine
@@ -27,17 +27,20 @@ from .admin import page
 from .anthropic.parse import CountRequest
 from .anthropic.reply import MessagesDialect
 from .auth import Authorised, BodyLimit
-from .backend import Backend, backend_of
+from .backend import Backend
 from .dialect import Dialect
-from .errors import CLIENT_GONE, ApiError, http_error
+from .errors import CLIENT_GONE, SHOWN, ApiError
 from .exchange import Exchanges
 from .fields import ParsedRequest, Salt
 from .openai.parse import ChatRequest, CompletionRequest
 from .openai.reply import ChatDialect, CompletionDialect
 from .openapi import ANSWERING, Endpoint, schema_of
-from .work import EventStream, Json
+from .work import Json
 
 DIALECTS: tuple[type[Dialect], ...] = (ChatDialect, CompletionDialect, MessagesDialect)
+
+UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""The headers of a stream: a proxy that buffers would delay tokens."""
 
 Salts = Annotated[list[Salt], Field(max_length=16)]
 """Other salts of the same tenant, under which the prompt may be known."""
@@ -57,31 +60,29 @@ class ExplainMessages(CountRequest):
     compare_salts: Salts | None = None
 
 
-async def answer(request: Request, dialect: type[Dialect]) -> Response:
+async def answer(backend: Backend, request: Request, dialect: type[Dialect]) -> Response:
     """Answer a request in the words of its API."""
-    backend = backend_of(request)
     asked = await backend.read(request, dialect.schema.parse)
     work = await backend.begin(request, asked)
     reply = dialect(asked.body, work, backend.options.model_name, backend.generator.texts)
     if asked.options.stream:
-        return EventStream(reply, backend.options.keep_alive)
+        stream = reply.stream(backend.options.keep_alive)
+        return StreamingResponse(stream, headers=UNBUFFERED, media_type="text/event-stream")
     if not await work.wait_for_end(request.receive):
         return Response(status_code=CLIENT_GONE)
     work.raise_error()
     return Json(reply.whole())
 
 
-async def count(request: Request) -> Response:
+async def count(backend: Backend, request: Request) -> Response:
     """Count the tokens of a prompt, without answering it."""
-    backend = backend_of(request)
     asked = await backend.read(request, CountRequest.parse)
     (prompt,) = await backend.off_loop(request, backend.generator.prompts, asked.prompt)
     return Json({"input_tokens": len(prompt.tokens)})
 
 
-async def explain(request: Request) -> Response:
+async def explain(backend: Backend, request: Request) -> Response:
     """Say what a request would reuse, and why not more, without running it."""
-    backend = backend_of(request)
     parse = partial(parse_explained, anthropic="anthropic-version" in request.headers)
     asked = await backend.read(request, parse)
     await backend.wait_for_descriptions()
@@ -117,10 +118,6 @@ def _is_anthropic(given: dict[str, Any]) -> bool:
 
 def _objects(given: Any) -> list[dict[str, Any]]:
     return [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
-
-
-async def schema(request: Request) -> Response:
-    return Json(request.app.state.schema)
 
 
 ENDPOINTS = (
@@ -173,15 +170,25 @@ def dialect_of(path: str) -> type[Dialect]:
     return next((d for d in reversed(DIALECTS) if path.startswith(d.path)), ChatDialect)
 
 
+SCHEMA = schema_of(ENDPOINTS, lambda path: dialect_of(path).error_body(ApiError(400, ""), "req"))
+
+
 def error_response(error: ApiError, path: str, request_id: str) -> Response:
     return Json(dialect_of(path).error_body(error, request_id), error.status, error.headers)
 
 
+async def schema(request: Request) -> Response:
+    return Json(SCHEMA)
+
+
 async def no_endpoint(request: Request, error: Exception) -> Response:
-    """Raise Starlette's own errors as those of the request's API."""
+    """Raise Starlette's own errors, of an unknown path or method, as those of the request's API."""
     assert isinstance(error, HTTPException)
-    allowed = (error.headers or {}).get("Allow")
-    raise http_error(error.status_code, request.method, request.url.path, allowed)
+    path, allowed = request.url.path[:SHOWN], error.headers
+    if allowed is None:
+        raise ApiError(404, f"there is no {request.method} {path} here", code="not_found")
+    message = f"{path} does not take {request.method}: use {allowed['Allow']}"
+    raise ApiError(405, message, headers=dict(allowed))
 
 
 def create_app(engine: Engine, options: ServerOptions | None = None) -> Starlette:
@@ -198,15 +205,10 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> Starlett
         routes=[
             Route("/openapi.json", schema, methods=["GET"]),
             *page.ROUTES,
-            *(endpoint.route() for endpoint in ENDPOINTS),
+            *(endpoint.route(backend) for endpoint in ENDPOINTS),
         ],
         middleware=[
-            Middleware(
-                Exchanges,
-                endpoint=endpoint_name,
-                response=error_response,
-                on_end=backend.note_end,
-            ),
+            Middleware(Exchanges, endpoint_name, error_response, backend.note_end),
             Middleware(Authorised, options=options),
             Middleware(BodyLimit, limit=options.max_body),
         ],
@@ -215,7 +217,4 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> Starlett
     )
     app.router.redirect_slashes = False
     app.state.backend = backend
-    app.state.schema = schema_of(
-        ENDPOINTS, lambda path: dialect_of(path).error_body(ApiError(400, ""), "req")
-    )
     return app

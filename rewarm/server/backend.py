@@ -24,7 +24,7 @@ from .admin.activity import Activity
 from .admin.metrics import Metrics
 from .admin.tree_view import TreeView
 from .errors import ApiError
-from .exchange import Exchange, exchange_of
+from .exchange import Exchange
 from .fields import ParsedRequest
 from .work import Work
 
@@ -72,17 +72,17 @@ class Backend:
                 "application/json`",
             )
         body = await request.body()
-        exchange_of(request).size = len(body)
+        request.state.exchange.size = len(body)
         return await self.off_loop(request, parse, body, self.options)
 
     async def off_loop(self, request: Request, do: Callable[..., T], *args: Any) -> T:
         """Call a function on one of the server's own threads."""
-        pool = self._pool_for(exchange_of(request))
+        pool = self._pool_for(request.state.exchange)
         return await asyncio.get_running_loop().run_in_executor(pool, do, *args)
 
     async def begin(self, request: Request, asked: ParsedRequest) -> Work:
         """Start the answer to a request. Raises the errors of the engine's `submit`."""
-        exchange = exchange_of(request)
+        exchange: Exchange = request.state.exchange
         work = Work(asked.prompt, asked.options, exchange=exchange, backend=self)
         await self.off_loop(request, self.generator.prepare, work, work.send)
         exchange.work = work
@@ -129,8 +129,3 @@ class Backend:
 
     def _pool_for(self, exchange: Exchange) -> ThreadPoolExecutor:
         return self._large if exchange.size > LARGE else self._pool
-
-
-def backend_of(request: Request) -> Backend:
-    backend: Backend = request.app.state.backend
-    return backend

@@ -10,18 +10,21 @@ metrics follow from that. `POST /v1/cache/explain` takes the bodies of all APIs,
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rewarm.generate.generation import Delta, Ended, Event, Generation, Prefilled, PromptOver
 from rewarm.prompt.parse.texts import TokenTexts
-from rewarm.values import Cost
 
 from .errors import ApiError, as_api_error
+from .exchange import token_figures
 from .fields import RequestBody
-from .work import Work
+from .work import Work, sendable
+
+log = logging.getLogger("rewarm")
 
 KEEP_ALIVE = ": keep-alive\n\n"
 """A comment, which clients skip."""
@@ -79,6 +82,18 @@ class Dialect(ABC):
     @abstractmethod
     def error(self, error: ApiError) -> str:
         """Write an error that ends a stream."""
+
+    async def stream(self, keep_alive: float) -> AsyncIterator[bytes]:
+        """Write the reply as it comes, as server-sent events."""
+        try:
+            if opening := self.opening():
+                yield sendable(opening)
+            async for batch in self.work.batches(keep_alive):
+                if part := self.events(batch) if batch else self.idle():
+                    yield sendable(part)
+        except Exception as error:
+            log.exception("a stream could not be written")
+            yield sendable(self.failure(error))
 
     def events(self, batch: Sequence[Event]) -> str:
         """Write events that came together, as a part of a stream."""
@@ -140,17 +155,3 @@ def rewarm_object(generation: Generation) -> dict[str, Any]:
 def miss_object(generation: Generation) -> dict[str, Any] | None:
     """Give the reason why no more of the first prompt was reused; None where there is none."""
     return next((run.miss for run in generation.runs if run.cost is not None), None)
-
-
-def token_figures(costs: Sequence[Cost]) -> dict[str, int]:
-    """Sum up the tokens of several prompts, by the work that they took."""
-    return {
-        "prompt_tokens": sum(cost.match.tokens for cost in costs),
-        "cached_tokens": sum(cost.match.resume for cost in costs),
-        "replayed_tokens": sum(cost.replayed for cost in costs),
-        "prefilled_tokens": sum(cost.prefilled for cost in costs),
-    }
-
-
-def cached_tokens(generation: Generation) -> int:
-    return sum(cost.match.resume for cost in generation.costs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from http import HTTPStatus
 
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
@@ -63,17 +62,6 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ClientDisconnect):
         return ApiError(CLIENT_GONE, "the client went away while it was sending")
     return ApiError(500, "the server failed on this request; its log has the reason")
-
-
-def http_error(status: int, method: str, path: str, allowed: str | None) -> ApiError:
-    """Give the error of a request that has no endpoint."""
-    if status == 404:
-        return ApiError(404, f"there is no {method} {path[:SHOWN]} here", code="not_found")
-    if status == 405:
-        more = f": use {allowed}" if allowed else ""
-        headers = {"Allow": allowed} if allowed else {}
-        return ApiError(405, f"{path[:SHOWN]} does not take {method}{more}", headers=headers)
-    return ApiError(status, HTTPStatus(status).phrase.lower())
 
 
 def _invalid_body(error: ValidationError) -> ApiError:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -51,7 +50,6 @@ class Exchange:
     work: Work | None = None
     began: float = field(default_factory=time.monotonic)
     _closed: bool = False
-    _logged: bool = False
 
     async def send(self, message: Message) -> None:
         """Send a part of the response, the first one with the request's id."""
@@ -67,16 +65,18 @@ class Exchange:
         await self.send_on(message)
 
     def close(self) -> None:
-        """Note that the response was sent, or cannot be sent."""
+        """Note that the response was sent, or cannot be sent: what still runs has no reader."""
         self._closed = True
+        # After a refusal, the generator has already cancelled the prompts that were accepted.
+        if self.work is not None and not self.problem:
+            self.work.abandon()
         self.finish()
 
     def finish(self) -> None:
         """Count and log the exchange, if it is over."""
         work = self.work
-        if not self._closed or self._logged or (work is not None and not work.over):
+        if not self._closed or (work is not None and not work.over):
             return
-        self._logged = True
         status = self.status
         if status is None or (work is not None and work.abandoned):
             status = CLIENT_GONE
@@ -104,13 +104,22 @@ def prompt_summary(costs: Sequence[Cost]) -> str:
     """Write the cost of the prompts: `1,532 tokens: 1,500 cached (user), 8 again, 24 new`."""
     if not costs:
         return ""
-    tokens = sum(cost.match.tokens for cost in costs)
-    cached = sum(cost.match.resume for cost in costs)
-    again = sum(cost.replayed for cost in costs)
-    new = sum(cost.prefilled for cost in costs) - again
+    figures = token_figures(costs)
+    tokens, cached, again = (figures[f"{what}_tokens"] for what in ("prompt", "cached", "replayed"))
     kind = next((cost.resumed_at for cost in costs if cost.resumed_at), None)
     resumed = f" ({kind})" if kind else ""
+    new = figures["prefilled_tokens"] - again
     return f"{tokens:,} tokens: {cached:,} cached{resumed}, {again:,} again, {new:,} new"
+
+
+def token_figures(costs: Sequence[Cost]) -> dict[str, int]:
+    """Sum up the tokens of several prompts, by the work that they took."""
+    return {
+        "prompt_tokens": sum(cost.match.tokens for cost in costs),
+        "cached_tokens": sum(cost.match.resume for cost in costs),
+        "replayed_tokens": sum(cost.replayed for cost in costs),
+        "prefilled_tokens": sum(cost.prefilled for cost in costs),
+    }
 
 
 def speed(costs: Sequence[Cost], choices: Sequence[Choice]) -> str:
@@ -123,14 +132,10 @@ def speed(costs: Sequence[Cost], choices: Sequence[Choice]) -> str:
     return f"first token {min(c.ttft_ms for c in costs):,.0f} ms · {tokens:,} tokens{rate}"
 
 
-def exchange_of(request: Request) -> Exchange:
-    exchange: Exchange = request.state.exchange
-    return exchange
-
-
 @dataclass
 class Exchanges:
-    """The outermost middleware. It gives each request its exchange, and answers every error."""
+    """The outermost middleware. It gives each request its exchange, in `request.state`, and answers
+    every error."""
 
     app: ASGIApp
     endpoint: Callable[[str], str]

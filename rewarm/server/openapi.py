@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,6 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import rewarm
+
+from .backend import Backend
 
 REF = "#/components/schemas/{model}"
 
@@ -39,7 +42,7 @@ class Endpoint:
     path: str
     name: str
     """Its name in the log and the metrics."""
-    answer: Callable[[Request], Awaitable[Response]]
+    answer: Callable[[Backend, Request], Awaitable[Response]]
     methods: Sequence[str] = ("GET",)
     tag: str = "Server"
     summary: str | None = None
@@ -53,8 +56,8 @@ class Endpoint:
     """The statuses that it may have, besides 200."""
     parameters: Sequence[Mapping[str, Any]] = ()
 
-    def route(self) -> Route:
-        route = Route(self.path, self.answer)
+    def route(self, backend: Backend) -> Route:
+        route = Route(self.path, partial(self.answer, backend))
         route.methods = set(self.methods)  # Starlette would add HEAD to every GET
         return route
 

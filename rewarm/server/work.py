@@ -1,4 +1,4 @@
-"""A generation that an HTTP request waits for, on the event loop, and its response."""
+"""A generation that an HTTP request waits for, on the event loop, and the JSON of its response."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import Receive
 
 from rewarm.generate.generation import Event, Generation, PromptOver
 
@@ -19,7 +19,6 @@ from .exchange import Exchange
 
 if TYPE_CHECKING:
     from .backend import Backend
-    from .dialect import Dialect
 
 log = logging.getLogger("rewarm")
 
@@ -34,12 +33,14 @@ class Work(Generation):
     exchange: Exchange
     backend: Backend
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    arrived: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)
-    """Events that are not read yet. None wakes the reader without one."""
+    events: list[Event] = field(default_factory=list)
+    """Events that are not read yet."""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Wakes the reader."""
     abandoned: bool = False
     """The client has gone."""
     _heard: bool = True
-    _timer: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle = field(init=False)
 
     def send(self, event: Event) -> None:
         """Take an event. Called on the engine's thread."""
@@ -61,7 +62,8 @@ class Work(Generation):
         run = self.take(event)
         if run is not None:
             self.backend.note_run(self, run)
-        self.arrived.put_nowait(event)
+        self.events.append(event)
+        self.news.set()
 
     def abandon(self) -> None:
         """Stop the work that still runs, since the client has gone or reads no further."""
@@ -75,33 +77,32 @@ class Work(Generation):
         # One timer for the stream: a timeout around every wait would cost more than the event.
         self._tick(keep_alive)
         try:
-            while not (self.over and self.arrived.empty()):
-                batch = [await self.arrived.get()]
-                while not self.arrived.empty():
-                    batch.append(self.arrived.get_nowait())
+            while self.events or not self.over:
+                await self.news.wait()
+                self.news.clear()
+                batch, self.events = self.events, []
                 self._heard = True
-                yield [event for event in batch if event is not None]
+                yield batch
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            self._timer.cancel()
 
     def _tick(self, keep_alive: float) -> None:
-        if not self._heard and self.arrived.empty():
-            self.arrived.put_nowait(None)
+        if not self._heard:
+            self.news.set()
         self._heard = False
         self._timer = self.loop.call_later(keep_alive, self._tick, keep_alive)
 
     async def wait_for_end(self, receive: Receive) -> bool:
         """Wait until all of it is over; False where the client went away before."""
         left = asyncio.ensure_future(_disconnect(receive))
-        left.add_done_callback(lambda _: self.arrived.put_nowait(None))
+        left.add_done_callback(lambda _: self.news.set())
         try:
             while not (self.over or left.done()):
-                await self.arrived.get()
+                await self.news.wait()
+                self.news.clear()
             return self.over
         finally:
             left.cancel()
-            self.abandon()
 
     def raise_error(self) -> None:
         """Raise the error that prevented the answer, if there is one."""
@@ -118,42 +119,14 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events, written until the work is done or the client has gone."""
-
-    def __init__(self, reply: Dialect, keep_alive: float) -> None:
-        # A proxy that buffers would hold tokens back.
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_parts(reply, keep_alive), headers=headers, media_type="text/event-stream")
-        self.work = reply.work
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.work.abandon()
-
-
-async def _parts(reply: Dialect, keep_alive: float) -> AsyncIterator[bytes]:
-    try:
-        if opening := reply.opening():
-            yield _sendable(opening)
-        async for batch in reply.work.batches(keep_alive):
-            if part := reply.events(batch) if batch else reply.idle():
-                yield _sendable(part)
-    except Exception as error:
-        log.exception("a stream could not be written")
-        yield _sendable(reply.failure(error))
-
-
 class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return _sendable(encoded(content))
+        return sendable(encoded(content))
 
 
-def _sendable(text: str) -> bytes:
+def sendable(text: str) -> bytes:
     return text.encode("utf-8", "replace")  # a model can write half a surrogate pair
 
 

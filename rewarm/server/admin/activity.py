@@ -7,10 +7,10 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import xxhash
 
@@ -18,7 +18,8 @@ from rewarm.cache import PrefixCache
 from rewarm.generate.generation import Generation, PromptRun
 from rewarm.values import Boundary, Tokens
 
-from ..dialect import miss_object, token_figures
+from ..dialect import miss_object
+from ..exchange import token_figures
 from ..work import Work
 
 RECENT = 64
@@ -39,9 +40,6 @@ LABEL = 36
 """Characters of each end of a label."""
 
 
-Stage = Literal["waiting", "prefilling", "decoding"]
-
-
 @dataclass(frozen=True)
 class Finished:
     """A request that is over."""
@@ -58,22 +56,12 @@ class Finished:
         return {**self.shown, "own": False, "id": None, "miss": reason}
 
 
-@dataclass
-class Totals:
-    """The figures of several requests together."""
+TOTALS = ("requests", "prompt_tokens", "cached_tokens", "replayed_tokens", "generated_tokens")
+"""The figures that are added up over several requests."""
 
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    replayed_tokens: int = 0
-    generated_tokens: int = 0
 
-    def add(self, shown: dict[str, Any]) -> None:
-        self.requests += 1
-        self.prompt_tokens += shown["prompt_tokens"]
-        self.cached_tokens += shown["cached_tokens"]
-        self.replayed_tokens += shown["replayed_tokens"]
-        self.generated_tokens += shown["completion_tokens"]
+def no_totals() -> Counter[str]:
+    return Counter(dict.fromkeys(TOTALS, 0))
 
 
 @dataclass
@@ -81,12 +69,11 @@ class Slot:
     """A few seconds of the history."""
 
     at: int
-    totals: Totals = field(default_factory=Totals)
+    totals: Counter[str] = field(default_factory=no_totals)
     first_tokens: list[float] = field(default_factory=list)
 
     def shown(self) -> dict[str, Any]:
-        totals = vars(self.totals).copy()
-        del totals["replayed_tokens"]
+        totals = {name: self.totals[name] for name in TOTALS if name != "replayed_tokens"}
         times = {f"ttft_p{p}_ms": percentile(self.first_tokens, p) for p in (50, 99)}
         return {"at": self.at, **totals, **times}
 
@@ -101,7 +88,7 @@ class Activity:
         self.recent: deque[Finished] = deque(maxlen=RECENT)
         self.first_tokens: deque[float] = deque(maxlen=FIRST_TOKENS)
         self.history: deque[Slot] = deque(maxlen=SLOTS)
-        self.total = Totals()
+        self.total = no_totals()
         self.hottest = HotPrefixes()
         self._numbers = itertools.count(1)
 
@@ -111,7 +98,7 @@ class Activity:
     def finish(self, work: Work, status: int) -> None:
         """Remember a request that is over."""
         exchange, costs, salt = work.exchange, work.costs, work.options.salt
-        completion = sum(choice.tokens for choice in work.choices)
+        figures, completion = token_figures(costs), sum(choice.tokens for choice in work.choices)
         now = time.time()
         ttft = round(costs[0].ttft_ms, 3) if costs and completion else None
         shown = {
@@ -121,7 +108,7 @@ class Activity:
             "ended": round(now, 3),
             "endpoint": exchange.endpoint,
             "status": status,
-            **token_figures(costs),
+            **figures,
             "completion_tokens": completion,
             "ttft_ms": ttft,
             "total_ms": round((time.monotonic() - exchange.began) * 1e3, 3),
@@ -132,8 +119,9 @@ class Activity:
         if not self.history or self.history[-1].at < at:
             self.history.append(Slot(at))
         slot = self.history[-1]
-        self.total.add(shown)
-        slot.totals.add(shown)
+        del figures["prefilled_tokens"]
+        for totals in (self.total, slot.totals):
+            totals.update(figures, requests=1, generated_tokens=completion)
         if ttft is not None:
             self.first_tokens.append(ttft)
             if len(slot.first_tokens) < SLOT_TIMES:
@@ -151,26 +139,25 @@ class Activity:
         return {**rates, "total": share([self.total])}
 
 
-def stage_of(generation: Generation) -> Stage:
+def stage_of(generation: Generation) -> str:
     if any(choice.tokens for choice in generation.choices):
         return "decoding"
     resumed = any(run.resumed is not None for run in generation.runs)
     return "prefilling" if resumed else "waiting"
 
 
-def share(totals: Sequence[Totals]) -> float | None:
+def share(totals: Sequence[Counter[str]]) -> float | None:
     """Give the share of the prompt tokens that was not computed."""
-    whole = sum(t.prompt_tokens for t in totals)
-    return round(sum(t.cached_tokens for t in totals) / whole, 4) if whole else None
+    whole = sum(t["prompt_tokens"] for t in totals)
+    return round(sum(t["cached_tokens"] for t in totals) / whole, 4) if whole else None
 
 
-def percentile(times: Sequence[float], percent: float) -> float | None:
+def percentile(times: Sequence[float], percent: int) -> float | None:
     """Give the smallest time that at least so many percent of the times do not exceed."""
     if not times:
         return None
-    ranked = sorted(times)
-    index = max(0, -(-len(ranked) * percent // 100) - 1)
-    return round(ranked[int(index)], 3)
+    index = max(0, -(-len(times) * percent // 100) - 1)
+    return round(sorted(times)[index], 3)
 
 
 @dataclass
@@ -216,15 +203,12 @@ class HotPrefix:
         }
 
 
-Key = tuple[str | None, int]
-"""The salt of a prefix, and a hash of its tokens."""
-
-
 class HotPrefixes:
     """The prefixes that were resumed from. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._prefixes: OrderedDict[Key, HotPrefix] = OrderedDict()
+        self._prefixes: OrderedDict[tuple[str | None, int], HotPrefix] = OrderedDict()
+        """By salt and a hash of the tokens, those used last at the end."""
         self._lock = threading.Lock()
 
     def note(self, run: PromptRun, salt: str | None) -> None:

@@ -22,7 +22,7 @@ import rewarm
 from rewarm.cache import PrefixCache
 from rewarm.errors import CacheClosed, NotReady
 
-from ..backend import Backend, backend_of
+from ..backend import Backend
 from ..errors import bad_request
 from ..openapi import Endpoint
 from ..work import Json, Work
@@ -45,9 +45,8 @@ def salt_of(request: Request) -> str | None:
     return unquote(request.headers.get(SALT_HEADER, "")) or None
 
 
-async def health(request: Request) -> Response:
+async def health(backend: Backend, request: Request) -> Response:
     """The state of the server, with the reason where it does not answer requests."""
-    backend = backend_of(request)
     state = backend.engine.state
     if state == "ready":
         return Json({"status": "ready"})
@@ -57,24 +56,22 @@ async def health(request: Request) -> Response:
     return Json({"status": state, "detail": detail}, 503)
 
 
-async def metrics(request: Request) -> Response:
+async def metrics(backend: Backend, request: Request) -> Response:
     """The metrics, for Prometheus."""
-    backend = backend_of(request)
     text = await backend.off_loop(request, backend.metrics.text)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-async def models(request: Request) -> Response:
+async def models(backend: Backend, request: Request) -> Response:
     """The model that is loaded."""
-    backend = backend_of(request)
     found = _model(backend, backend.options.model_name)
     edges = {"first_id": found["id"], "last_id": found["id"], "has_more": False}
     return Json({"object": "list", "data": [found], **edges})
 
 
-async def model(request: Request) -> Response:
+async def model(backend: Backend, request: Request) -> Response:
     """The model that is loaded, which serves any name."""
-    return Json(_model(backend_of(request), request.path_params["name"]))
+    return Json(_model(backend, request.path_params["name"]))
 
 
 def _model(backend: Backend, name: str) -> dict[str, Any]:
@@ -91,10 +88,9 @@ def _model(backend: Backend, name: str) -> dict[str, Any]:
     return body
 
 
-async def cache(request: Request) -> Response:
+async def cache(backend: Backend, request: Request) -> Response:
     """The figures of the cache, and its tree."""
-    backend, query = backend_of(request), _tree_query(request)
-    given = request.headers.get("if-none-match")
+    query, given = _tree_query(request), request.headers.get("if-none-match")
     return await backend.off_loop(request, _look, backend, query, given)
 
 
@@ -109,9 +105,8 @@ def _look(backend: Backend, query: TreeQuery, given: str | None) -> Response:
     return Json(body, headers={"ETag": tag, "Cache-Control": "no-cache"})
 
 
-async def clear(request: Request) -> Response:
+async def clear(backend: Backend, request: Request) -> Response:
     """Forget everything, and give the memory back to the system."""
-    backend = backend_of(request)
     give_back = request.query_params.get("give_back", "true")
     if give_back not in ("true", "false"):
         raise bad_request(f"give_back={give_back[:80]!r}: give true or false", "give_back")
@@ -150,12 +145,12 @@ def _tree_query(request: Request) -> TreeQuery:
     return TreeQuery(root=root, salt=salt_of(request), **numbers)
 
 
-async def live(request: Request) -> Response:
+async def live(backend: Backend, request: Request) -> Response:
     """Requests in flight and the last ones, hit rate, times to first token, bytes by tier."""
-    backend, salt = backend_of(request), salt_of(request)
+    salt = salt_of(request)
     body = _happening(backend, salt)
     # The cache's lock may be held for a while, and the event loop must not wait for it.
-    body |= await backend.off_loop(request, _held, backend, salt)
+    body |= await backend.off_loop(request, _engine, backend, salt)
     return Json(body)
 
 
@@ -171,7 +166,7 @@ def _happening(backend: Backend, salt: str | None) -> dict[str, Any]:
         "requests": [_flight(work, n, salt) for work, n in activity.running.items()],
         "recent": [done.shown_to(salt) for done in reversed(activity.recent)],
         "hit_rate": activity.hit_rates(),
-        "totals": vars(activity.total),
+        "totals": activity.total,
         "ttft_ms": {
             **{f"p{p}": percentile(activity.first_tokens, p) for p in (50, 90, 99)},
             "count": len(activity.first_tokens),
@@ -199,7 +194,7 @@ def _flight(work: Work, number: int, salt: str | None) -> dict[str, Any]:
     }
 
 
-def _held(backend: Backend, salt: str | None) -> dict[str, Any]:
+def _engine(backend: Backend, salt: str | None) -> dict[str, Any]:
     """Give the part that the engine and the cache know; nulls until the model is loaded."""
     try:
         core = backend.engine.core

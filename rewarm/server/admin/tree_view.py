@@ -82,16 +82,10 @@ class TreeView:
         while survey is None:  # cleared between two looks
             self.refresh()
             survey = self._survey
-        root = 0
-        if query.root is not None:
-            found = survey.find(query.root)
-            if found is None:
-                raise ApiError(
-                    404,
-                    f"root={query.root}: there is no such span any more; leave it out for the "
-                    "whole tree",
-                )
-            root = found
+        root = 0 if query.root is None else survey.find(query.root)
+        if root is None:
+            gone = f"root={query.root}: there is no such span any more"
+            raise ApiError(404, f"{gone}; leave it out for the whole tree")
         page = _Page(survey, root, query, self.cache, self.labels, self._words)
         body = page.body()
         if page.words:

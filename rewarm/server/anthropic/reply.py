@@ -10,8 +10,9 @@ from typing import Any
 from rewarm.generate.generation import Choice, Delta, Prefilled
 from rewarm.prompt.messages import Part
 
-from ..dialect import KEEP_ALIVE, Dialect, cached_tokens, progress_note, rewarm_object
+from ..dialect import KEEP_ALIVE, Dialect, progress_note, rewarm_object
 from ..errors import ApiError
+from ..exchange import token_figures
 from ..work import data, encoded
 from .blocks import SIGNATURE, block_of, content_blocks, is_block
 from .parse import MessagesRequest, error_body
@@ -51,6 +52,11 @@ def stop_of(choice: Choice) -> dict[str, Any]:
     }
 
 
+def written(type: str, **fields: Any) -> str:
+    """Write an event of a stream."""
+    return data({"type": type, **fields}, type)
+
+
 @dataclass
 class MessagesDialect(Dialect):
     """Anthropic's messages. The message of a stream begins when the prefill starts: then it is
@@ -77,7 +83,7 @@ class MessagesDialect(Dialect):
         choice = self.work.choices[0]
         return {
             **self._message(content_blocks(choice.answer.parts), stop_of(choice)),
-            "usage": self._usage(cached_tokens(self.work), choice),
+            "usage": self._usage(token_figures(self.work.costs)["cached_tokens"], choice),
             "rewarm": rewarm_object(self.work),
         }
 
@@ -89,25 +95,20 @@ class MessagesDialect(Dialect):
         return self._start(0) + "".join([self._part(part) for part in event.parts])
 
     def last(self) -> str:
-        resume, choice = cached_tokens(self.work), self.work.choices[0]
+        resume, choice = token_figures(self.work.costs)["cached_tokens"], self.work.choices[0]
         ended = {
-            "type": "message_delta",
             "delta": stop_of(choice),
             "usage": self._usage(resume, choice),
             "rewarm": rewarm_object(self.work),
         }
-        return (
-            self._start(resume)
-            + self._close()
-            + data(ended, "message_delta")
-            + data({"type": "message_stop"}, "message_stop")
-        )
+        end = written("message_delta", **ended) + written("message_stop")
+        return self._start(resume) + self._close() + end
 
     def idle(self) -> str:
-        return data({"type": "ping"}, "ping") if self._started else KEEP_ALIVE
+        return written("ping") if self._started else KEEP_ALIVE
 
     def error(self, error: ApiError) -> str:
-        return data(error_body(error, self.work.exchange.id), "error")
+        return written(**error_body(error, self.work.exchange.id))
 
     def _message(self, content: Sequence[dict[str, Any]], stop: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -131,7 +132,7 @@ class MessagesDialect(Dialect):
         self._started = True
         message = self._message((), {"stop_reason": None, "stop_sequence": None})
         message["usage"] = self._usage(resume)
-        return data({"type": "message_start", "message": message}, "message_start")
+        return written("message_start", message=message)
 
     def _part(self, part: Part) -> str:
         """Write a piece of a part, so that all pieces add up to the block of `content_blocks`."""
@@ -145,30 +146,24 @@ class MessagesDialect(Dialect):
                 self._blank = part.text
                 return before
         block = block_of(part)
-        return before + self._enter(block) + self._add(_content(block))
-
-    def _enter(self, block: dict[str, Any]) -> str:
-        if self._open is not None:
-            return ""
-        self._index += 1
-        self._open = block["type"]
-        begun = {**block, **UNWRITTEN[block["type"]]}
-        start = {"type": "content_block_start", "index": self._index, "content_block": begun}
-        return data(start, "content_block_start")
-
-    def _add(self, delta: dict[str, Any]) -> str:
-        body = {"type": "content_block_delta", "index": self._index, "delta": delta}
-        return data(body, "content_block_delta")
+        if self._open is None:
+            self._index += 1
+            self._open = block["type"]
+            begun = {**block, **UNWRITTEN[block["type"]]}
+            before += written("content_block_start", index=self._index, content_block=begun)
+        return before + self._delta(_content(block))
 
     def _close(self) -> str:
         if self._open is None:
             return ""
         signed = ""
         if self._open == "thinking":
-            signed = self._add({"type": "signature_delta", "signature": SIGNATURE})
+            signed = self._delta({"type": "signature_delta", "signature": SIGNATURE})
         self._open = None
-        stop = {"type": "content_block_stop", "index": self._index}
-        return signed + data(stop, "content_block_stop")
+        return signed + written("content_block_stop", index=self._index)
+
+    def _delta(self, delta: dict[str, Any]) -> str:
+        return written("content_block_delta", index=self._index, delta=delta)
 
 
 def _content(block: dict[str, Any]) -> dict[str, Any]:

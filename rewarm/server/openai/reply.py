@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -14,8 +14,9 @@ import rewarm
 from rewarm.generate.generation import Choice, Delta, Ended, Prefilled
 from rewarm.values import Sampled
 
-from ..dialect import KEEP_ALIVE, Dialect, cached_tokens, progress_note, rewarm_object
+from ..dialect import KEEP_ALIVE, Dialect, progress_note, rewarm_object
 from ..errors import ApiError
+from ..exchange import token_figures
 from ..work import data
 from .parse import ChatRequest, CompletionRequest, error_body
 
@@ -23,18 +24,18 @@ DONE = "data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
 """The value that OpenAI gives for a probability of 0, since JSON has no infinity."""
 
-ChoiceBody = dict[str, Any]
-
-
-def finish_reason(finish: str) -> str:
-    """Give the reason in OpenAI's words. It is `length` for an answer that the server had to break
-    off."""
-    return "length" if finish == "cancelled" else finish
-
 
 def finite(logprob: float | None) -> float:
     # NaN fails the comparison, too.
     return logprob if logprob is not None and logprob > LEAST_LOGPROB else LEAST_LOGPROB
+
+
+def _choice(
+    index: int, field: str, content: Any, logprobs: Any = None, finish: str | None = None
+) -> dict[str, Any]:
+    # An answer that the server had to break off was cut short, in OpenAI's words.
+    reason = "length" if finish == "cancelled" else finish
+    return {"index": index, field: content, "logprobs": logprobs, "finish_reason": reason}
 
 
 @dataclass
@@ -48,14 +49,17 @@ class OpenAIDialect(Dialect):
     """The `object` of a whole reply."""
     chunk: ClassVar[str]
     """The `object` of a chunk."""
-    nothing: ClassVar[Any]
-    """The content of a chunk in which nothing is new."""
+    whole_field: ClassVar[str]
+    """The field of a choice that has its whole content."""
+    new_field: ClassVar[str]
+    """The field of a chunk's choice that has what is new."""
 
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    _progress: Prefilled | None = None
-    _held: dict[str, Any] | None = None
-    """The last chunk with a finish reason, held back until it is known whether it is the last."""
+    _progress: str = ""
+    """The progress of the prompt, in a comment."""
+    _unsent: list[dict[str, Any]] = field(default_factory=list)
+    """The last chunk with a finish reason, until it is known whether it is the last of all."""
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
@@ -63,16 +67,14 @@ class OpenAIDialect(Dialect):
         self.logprobs = self.work.options.top_logprobs is not None
 
     @abstractmethod
-    def whole_choice(self, index: int, choice: Choice) -> ChoiceBody:
-        """Write a whole choice."""
+    def whole_content(self, index: int, choice: Choice) -> Any: ...
 
     @abstractmethod
-    def new_content(self, event: Delta) -> Any:
-        """Give the part of an answer that is new."""
+    def first_contents(self) -> Sequence[Any]:
+        """Give the contents that the choices of a stream begin with."""
 
     @abstractmethod
-    def part(self, index: int, content: Any, logprobs: Any = None) -> ChoiceBody:
-        """Write a choice of a chunk."""
+    def new_content(self, event: Delta) -> Any: ...
 
     @abstractmethod
     def logged(self, index: int, sampled: Sequence[Sampled]) -> Any:
@@ -81,26 +83,30 @@ class OpenAIDialect(Dialect):
     def whole(self) -> dict[str, Any]:
         choices = []
         for i, choice in enumerate(self.work.choices):
-            body = self.whole_choice(i, choice)
-            body["logprobs"] = self.logged(i, choice.sampled)
-            body["finish_reason"] = finish_reason(choice.finish)
-            choices.append(body)
+            content, logprobs = self.whole_content(i, choice), self.logged(i, choice.sampled)
+            choices.append(_choice(i, self.whole_field, content, logprobs, choice.finish))
         reply = self._reply(self.kind, choices)
         return {**reply, "usage": self._usage(), "rewarm": rewarm_object(self.work)}
 
+    def opening(self) -> str:
+        contents = enumerate(self.first_contents())
+        chunks = [self._chunk(_choice(i, self.new_field, content)) for i, content in contents]
+        return "".join(map(data, chunks))
+
     def delta(self, event: Delta) -> str:
-        logprobs = self.logged(event.choice, event.sampled)
-        return data(self._chunk(self.part(event.choice, self.new_content(event), logprobs)))
+        content, logprobs = self.new_content(event), self.logged(event.choice, event.sampled)
+        return data(self._chunk(_choice(event.choice, self.new_field, content, logprobs)))
 
     def ended(self, event: Ended) -> str:
-        before = self._released()
-        choice = self.part(event.choice, self.nothing)
-        choice["finish_reason"] = finish_reason(self.work.choices[event.choice].finish)
-        self._held = self._chunk(choice)
+        before = self._sent()
+        nothing = self.new_content(Delta(event.choice))
+        finish = self.work.choices[event.choice].finish
+        choice = _choice(event.choice, self.new_field, nothing, finish=finish)
+        self._unsent = [self._chunk(choice)]
         return before
 
     def progress(self, event: Prefilled) -> str:
-        self._progress = event
+        self._progress = progress_note(event)
         return self._prefill()
 
     def idle(self) -> str:
@@ -108,36 +114,31 @@ class OpenAIDialect(Dialect):
 
     def last(self) -> str:
         # A chunk without choices surprises clients that did not ask for the usage.
-        before = ""
         if self.body.usage_in_stream:
-            before = self._released()
-            self._held = self._chunk()
-            self._held["usage"] = self._usage()
-        if self._held is not None:
-            self._held["rewarm"] = rewarm_object(self.work)
-        return before + self._released() + DONE
+            self._unsent.append({**self._chunk(), "usage": self._usage()})
+        if self._unsent:
+            self._unsent[-1]["rewarm"] = rewarm_object(self.work)
+        return self._sent() + DONE
 
     def error(self, error: ApiError) -> str:
         return data(error_body(error, self.work.exchange.id)) + DONE
 
     def _prefill(self) -> str:
-        """Write the progress in a comment. Clients skip it, and it keeps the connection alive."""
-        progress = self._progress
-        if progress is None or any(choice.tokens for choice in self.work.choices):
-            return ""
-        return progress_note(progress)
+        """Write the progress, until the first token. Clients skip it, and it keeps the connection
+        alive."""
+        return "" if any(choice.tokens for choice in self.work.choices) else self._progress
 
-    def _chunk(self, *choices: ChoiceBody) -> dict[str, Any]:
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         body = self._reply(self.chunk, choices)
         if self.body.usage_in_stream:
             body["usage"] = None
         return body
 
-    def _released(self) -> str:
-        held, self._held = self._held, None
-        return data(held) if held is not None else ""
+    def _sent(self) -> str:
+        unsent, self._unsent = self._unsent, []
+        return "".join(map(data, unsent))
 
-    def _reply(self, kind: str, choices: Sequence[ChoiceBody]) -> dict[str, Any]:
+    def _reply(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": kind,
@@ -149,13 +150,14 @@ class OpenAIDialect(Dialect):
 
     def _usage(self) -> dict[str, Any]:
         prompt = sum(len(run.prompt.tokens) for run in self.work.runs)
+        cached = token_figures(self.work.costs)["cached_tokens"]
         completion = sum(choice.tokens for choice in self.work.choices)
         thinking = sum(choice.reasoning_tokens for choice in self.work.choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens(self.work)},
+            "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"reasoning_tokens": thinking},
         }
 
@@ -169,11 +171,12 @@ class ChatDialect(OpenAIDialect):
     prefix = "chatcmpl"
     kind = "chat.completion"
     chunk = "chat.completion.chunk"
-    nothing: ClassVar[Mapping[str, Any]] = {}
+    whole_field = "message"
+    new_field = "delta"
     _called: dict[int, int] = field(default_factory=dict)
     """Tool calls sent so far, by choice."""
 
-    def whole_choice(self, index: int, choice: Choice) -> ChoiceBody:
+    def whole_content(self, index: int, choice: Choice) -> dict[str, Any]:
         answer = choice.answer
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if thinking := answer.reasoning:
@@ -181,12 +184,10 @@ class ChatDialect(OpenAIDialect):
         if calls := answer.calls:
             message["tool_calls"] = calls
             message["content"] = answer.text or None
-        return {"index": index, "message": message}
+        return message
 
-    def opening(self) -> str:
-        begun = {"role": "assistant", "content": ""}
-        indices = range(len(self.work.choices))
-        return "".join(data(self._chunk(self.part(i, begun))) for i in indices)
+    def first_contents(self) -> Sequence[Any]:
+        return [{"role": "assistant", "content": ""} for _ in self.work.choices]
 
     def new_content(self, event: Delta) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -199,9 +200,6 @@ class ChatDialect(OpenAIDialect):
             self._called[event.choice] = first + len(calls)
             delta["tool_calls"] = [{"index": first + i, **c} for i, c in enumerate(calls)]
         return delta
-
-    def part(self, index: int, content: Any, logprobs: Any = None) -> ChoiceBody:
-        return {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": None}
 
     def logged(self, index: int, sampled: Sequence[Sampled]) -> dict[str, Any] | None:
         if not self.logprobs:
@@ -228,27 +226,19 @@ class CompletionDialect(OpenAIDialect):
     schema = CompletionRequest
     prefix = "cmpl"
     kind = chunk = "text_completion"
-    nothing = ""
+    whole_field = new_field = "text"
     _logged: dict[int, int] = field(default_factory=dict)
     """Characters of the tokens whose log-probabilities were given so far, by choice."""
 
-    @property
-    def echoes(self) -> Sequence[str]:
-        return [run.echo for run in self.work.runs for _ in run.choices]
+    def whole_content(self, index: int, choice: Choice) -> str:
+        echo = self.first_contents()[index] if self.body.echo else ""
+        return echo + choice.answer.text
 
-    def whole_choice(self, index: int, choice: Choice) -> ChoiceBody:
-        return {"index": index, "text": self.echoes[index] + choice.answer.text}
-
-    def opening(self) -> str:
-        if not self.body.echo:
-            return ""
-        return "".join(data(self._chunk(self.part(i, text))) for i, text in enumerate(self.echoes))
+    def first_contents(self) -> Sequence[str]:
+        return [run.echo for run in self.work.runs for _ in run.choices if self.body.echo]
 
     def new_content(self, event: Delta) -> str:
         return event.text
-
-    def part(self, index: int, content: Any, logprobs: Any = None) -> ChoiceBody:
-        return {"index": index, "text": content, "logprobs": logprobs, "finish_reason": None}
 
     def logged(self, index: int, sampled: Sequence[Sampled]) -> dict[str, Any] | None:
         if not self.logprobs:

@@ -8,13 +8,13 @@ import hmac
 import re
 from dataclasses import dataclass
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rewarm.options import ServerOptions
 
 from .admin.page import FILES
 from .errors import ApiError
-from .exchange import header
 
 OPEN = ("/", "/health", *(f"/page/{name}" for name in FILES))
 """Paths that need no API key."""
@@ -36,17 +36,18 @@ class Authorised:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            headers = Headers(scope=scope)
             if self.options.api_key is None:
                 if not self.options.allow_public:
-                    _check_host(scope)
+                    _check_host(headers.get("host", ""))
             elif scope["path"] not in OPEN:
-                _check_key(scope, self.options.api_key)
+                _check_key(headers, self.options.api_key)
         await self.app(scope, receive, send)
 
 
-def _check_key(scope: Scope, key: str) -> None:
-    given = header(scope, b"x-api-key")
-    scheme, _, bearer = (header(scope, b"authorization") or "").partition(" ")
+def _check_key(headers: Headers, key: str) -> None:
+    given = headers.get("x-api-key")
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
     if given is None and scheme.lower() == "bearer":
         given = bearer.strip()
     if given is None or not hmac.compare_digest(given.encode("latin-1"), key.encode()):
@@ -59,10 +60,10 @@ def _check_key(scope: Scope, key: str) -> None:
         )
 
 
-def _check_host(scope: Scope) -> None:
+def _check_host(host: str) -> None:
     """Refuse every host name that a public DNS server may answer for. Without a key, a web page
     could make its own name point to this server, and a browser would let the page use it."""
-    host = (header(scope, b"host") or "").lower()
+    host = host.lower()
     name = host.partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if "." in name and not LOCAL_NAME.search(name) and not ADDRESS.fullmatch(name):
         raise ApiError(
@@ -82,7 +83,7 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        length = header(scope, b"content-length") or ""
+        length = Headers(scope=scope).get("content-length", "")
         announced = int(length) if re.fullmatch("[0-9]{1,15}", length) else 0
         read = 0
 

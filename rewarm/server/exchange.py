@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -55,13 +56,9 @@ class Exchange:
         """Send a part of the response, the first one with the request's id."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            told = self.id.encode("latin-1")
+            headers = MutableHeaders(scope=message)
             # OpenAI's client reads the first, Anthropic's the second.
-            message["headers"] = [
-                *message.get("headers", ()),
-                (b"x-request-id", told),
-                (b"request-id", told),
-            ]
+            headers["x-request-id"] = headers["request-id"] = self.id
         await self.send_on(message)
 
     def close(self) -> None:
@@ -148,7 +145,9 @@ class Exchanges:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         path = scope["path"]
-        exchange = Exchange(_request_id(scope), self.endpoint(path), send, self.on_end)
+        given = Headers(scope=scope).get("x-request-id", "")
+        own = given if SANE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex[:24]}"
+        exchange = Exchange(own, self.endpoint(path), send, self.on_end)
         scope.setdefault("state", {})["exchange"] = exchange
         try:
             await self.app(scope, receive, exchange.send)
@@ -163,13 +162,3 @@ class Exchanges:
             await response(scope, receive, exchange.send)
         finally:
             exchange.close()
-
-
-def header(scope: Scope, name: bytes) -> str | None:
-    """Give the first header of a name, which is in lower case."""
-    return next((v.decode("latin-1") for k, v in scope["headers"] if k == name), None)
-
-
-def _request_id(scope: Scope) -> str:
-    given = header(scope, b"x-request-id") or ""
-    return given if SANE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex[:24]}"

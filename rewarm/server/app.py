@@ -26,16 +26,15 @@ from .admin import endpoints as admin
 from .admin import page
 from .anthropic.parse import CountRequest
 from .anthropic.reply import MessagesDialect
-from .auth import Authorised, BodyLimit
+from .auth import Authorised
 from .backend import Backend
 from .dialect import Dialect
 from .errors import CLIENT_GONE, SHOWN, ApiError
-from .exchange import Exchanges
+from .exchange import Exchanges, Json
 from .fields import ParsedRequest, Salt
 from .openai.parse import ChatRequest, CompletionRequest
 from .openai.reply import ChatDialect, CompletionDialect
-from .openapi import ANSWERING, Endpoint, schema_of
-from .work import Json
+from .openapi import POST, schema_of
 
 DIALECTS: tuple[type[Dialect], ...] = (ChatDialect, CompletionDialect, MessagesDialect)
 
@@ -122,34 +121,29 @@ def _objects(given: Any) -> list[dict[str, Any]]:
 
 ENDPOINTS = (
     *(
-        Endpoint(
+        POST(
             dialect.path,
             dialect.name,
             partial(answer, dialect=dialect),
-            methods=("POST",),
             tag=dialect.tag,
-            summary=dialect.summary,
+            summary=dialect.__doc__,
             body=dialect.schema,
             replies={"application/json": dialect.reply_fields, "text/event-stream": ("data",)},
-            statuses=ANSWERING,
         )
         for dialect in DIALECTS
     ),
-    Endpoint(
+    POST(
         "/v1/messages/count_tokens",
         "count",
         count,
-        methods=("POST",),
         tag="Anthropic",
         body=CountRequest,
         replies={"application/json": ("input_tokens",)},
-        statuses=ANSWERING,
     ),
-    Endpoint(
+    POST(
         "/v1/cache/explain",
         "explain",
         explain,
-        methods=("POST",),
         body=ExplainChat,
         statuses=(400, 401, 403, 413, 415, 503),
     ),
@@ -210,7 +204,6 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> Starlett
         middleware=[
             Middleware(Exchanges, endpoint_name, error_response, backend.note_end),
             Middleware(Authorised, options=options),
-            Middleware(BodyLimit, limit=options.max_body),
         ],
         exception_handlers={HTTPException: no_endpoint},
         lifespan=lifespan,

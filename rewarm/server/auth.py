@@ -1,4 +1,4 @@
-"""Check the API key, the host and the size of a body, as plain ASGI middleware.
+"""Check the API key, the host and the size of a body.
 
 Nothing here imports a model library."""
 
@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rewarm.options import ServerOptions
 
@@ -28,8 +29,8 @@ client that is still sending would not see the answer."""
 
 @dataclass
 class Authorised:
-    """Let requests through that have the API key. Where no key is set, they need a local host's
-    name."""
+    """Middleware that lets requests through which have the API key. Where no key is set, they need
+    a local host's name."""
 
     app: ASGIApp
     options: ServerOptions
@@ -73,34 +74,22 @@ def _check_host(host: str) -> None:
         )
 
 
-@dataclass
-class BodyLimit:
-    """Refuse bodies of more than so many bytes, announced or counted."""
-
-    app: ASGIApp
-    limit: int
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        length = Headers(scope=scope).get("content-length", "")
-        announced = int(length) if re.fullmatch("[0-9]{1,15}", length) else 0
-        read = 0
-
-        async def counted() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if message["type"] != "http.request" or max(read, announced) <= self.limit:
-                return message
-            while message.get("more_body") and read <= DRAINED * self.limit:
-                message = await receive()
-                read += len(message.get("body", b""))
-            raise ApiError(
-                413,
-                f"the body has {max(read, announced):,} bytes or more; this server takes "
-                f"{self.limit:,}",
-                code="request_too_large",
-            )
-
-        await self.app(scope, counted, send)
+async def body_of(request: Request, limit: int) -> bytes:
+    """Read the body of a request. Refuse one of more than so many bytes, announced or counted."""
+    length = request.headers.get("content-length", "")
+    size = int(length) if re.fullmatch("[0-9]{1,15}", length) else 0
+    read, parts = 0, []
+    async for part in request.stream():
+        read += len(part)
+        size = max(size, read)
+        if size <= limit:
+            parts.append(part)
+        elif read > DRAINED * limit:
+            break
+    if size > limit:
+        raise ApiError(
+            413,
+            f"the body has {size:,} bytes or more; this server takes {limit:,}",
+            code="request_too_large",
+        )
+    return b"".join(parts)

@@ -23,10 +23,10 @@ from rewarm.values import Miss
 from .admin.activity import Activity
 from .admin.metrics import Metrics
 from .admin.tree_view import TreeView
+from .auth import body_of
 from .errors import ApiError
-from .exchange import Exchange
+from .exchange import Exchange, Work
 from .fields import ParsedRequest
-from .work import Work
 
 log = logging.getLogger("rewarm")
 
@@ -71,7 +71,7 @@ class Backend:
                 f"the content type is {kind[:80]!r}: send JSON, with `Content-Type: "
                 "application/json`",
             )
-        body = await request.body()
+        body = await body_of(request, self.options.max_body)
         request.state.exchange.size = len(body)
         return await self.off_loop(request, parse, body, self.options)
 

@@ -20,9 +20,8 @@ from rewarm.generate.generation import Delta, Ended, Event, Generation, Prefille
 from rewarm.prompt.parse.texts import TokenTexts
 
 from .errors import ApiError, as_api_error
-from .exchange import token_figures
+from .exchange import Work, sendable, token_figures
 from .fields import RequestBody
-from .work import Work, sendable
 
 log = logging.getLogger("rewarm")
 
@@ -33,13 +32,12 @@ KEEP_ALIVE = ": keep-alive\n\n"
 @dataclass
 class Dialect(ABC):
     """An endpoint that answers prompts, in the words of its API. An instance writes the reply to
-    one request."""
+    one request. The docstring of a subclass is the summary in the OpenAPI schema."""
 
     path: ClassVar[str]
     name: ClassVar[str]
     """The endpoint's name in the log and the metrics."""
     tag: ClassVar[str]
-    summary: ClassVar[str]
     schema: ClassVar[type[RequestBody]]
     reply_fields: ClassVar[Sequence[str]]
     """The fields of a whole reply, for the OpenAPI schema."""

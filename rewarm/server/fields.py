@@ -50,11 +50,15 @@ class RequestBody(Body):
     @classmethod
     def parse(cls, body: bytes, server: ServerOptions) -> ParsedRequest:
         """Read a body. Raises ApiError, or pydantic's ValidationError."""
-        return cls.model_validate_json(body).parsed(server)
+        read = cls.model_validate_json(body)
+        return ParsedRequest(read.asked(server), read.options(), read)
 
-    def parsed(self, server: ServerOptions) -> ParsedRequest:
-        """Translate the request."""
+    def asked(self, server: ServerOptions) -> Chat | Text:
+        """Make the canonical chat, or the texts to continue."""
         raise NotImplementedError
+
+    def options(self) -> GenerationOptions:
+        return GenerationOptions()
 
 
 class Unsupported(NamedTuple):

@@ -33,8 +33,6 @@ STATUSES = {
     500: "The server failed on this request.",
     503: "The server is loading, failing or stopping.",
 }
-ANSWERING = (400, 401, 403, 413, 415, 429, 500, 503)
-"""Statuses of an endpoint that answers prompts, besides 200."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,10 @@ class Endpoint:
     def described(self, error: Mapping[str, Any]) -> dict[str, Any]:
         """Describe the endpoint as the OpenAPI schema has it; `error` is an example of its API's
         errors."""
-        replies = {kind: _object(required) for kind, required in self.replies.items()}
+        replies = {
+            kind: {"schema": {"type": "object", "required": list(required)}}
+            for kind, required in self.replies.items()
+        }
         responses: dict[str, Any] = {"200": {"description": STATUSES[200], "content": replies}}
         for status in self.statuses:
             responses[str(status)] = {"description": STATUSES[status]}
@@ -84,8 +85,8 @@ class Endpoint:
         return found
 
 
-def _object(required: Sequence[str]) -> dict[str, Any]:
-    return {"schema": {"type": "object", "required": list(required)}}
+POST = partial(Endpoint, methods=("POST",), statuses=(400, 401, 403, 413, 415, 429, 500, 503))
+"""Makes an endpoint that reads prompts."""
 
 
 def _shape(example: Any) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 
@@ -18,7 +18,6 @@ from rewarm.options import ServerOptions
 
 from .app import create_app
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AFTER_GRACE = 5.0
 """Seconds that connections have to close once the engine has ended every answer."""
 
@@ -69,17 +68,12 @@ class Server(uvicorn.Server):
         while stopping.is_alive() and time.monotonic() < deadline and not self.force_exit:
             await asyncio.sleep(0.02)
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals as uvicorn does, but raise none again afterwards: the exit code is 0."""
-        before = {}
-        with contextlib.suppress(ValueError):  # not on the main thread
-            before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop, and at once on a second Ctrl-C. uvicorn would note the signal and raise it again
+        afterwards; without that, the exit code is 0."""
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
 
 
 def serve(

@@ -25,10 +25,9 @@ from rewarm.prompt.parse.texts import TokenTexts
 from rewarm.prompt.render.renderer import Prompt
 from rewarm.server.anthropic.parse import MessagesRequest
 from rewarm.server.anthropic.reply import MessagesDialect
-from rewarm.server.exchange import Exchange
+from rewarm.server.exchange import Exchange, Work, data
 from rewarm.server.openai.parse import ChatRequest
 from rewarm.server.openai.reply import ChatDialect, finite
-from rewarm.server.work import Work, data
 from rewarm.values import Cost, Match, Sampled
 from tests.tiny import tool_tokenizer
 

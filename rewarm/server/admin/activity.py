@@ -15,12 +15,11 @@ from typing import Any
 import xxhash
 
 from rewarm.cache import PrefixCache
-from rewarm.generate.generation import Generation, PromptRun
+from rewarm.generate.generation import PromptRun
 from rewarm.values import Boundary, Tokens
 
 from ..dialect import miss_object
-from ..exchange import token_figures
-from ..work import Work
+from ..exchange import Work, token_figures
 
 RECENT = 64
 FIRST_TOKENS = 512
@@ -139,10 +138,10 @@ class Activity:
         return {**rates, "total": share([self.total])}
 
 
-def stage_of(generation: Generation) -> str:
-    if any(choice.tokens for choice in generation.choices):
+def stage_of(work: Work) -> str:
+    if any(choice.tokens for choice in work.choices):
         return "decoding"
-    resumed = any(run.resumed is not None for run in generation.runs)
+    resumed = any(run.resumed is not None for run in work.runs)
     return "prefilling" if resumed else "waiting"
 
 

@@ -24,8 +24,8 @@ from rewarm.errors import CacheClosed, NotReady
 
 from ..backend import Backend
 from ..errors import bad_request
+from ..exchange import Json, Work
 from ..openapi import Endpoint
-from ..work import Json, Work
 from .activity import STEP, percentile, stage_of
 from .tree_view import TreeQuery
 
@@ -234,7 +234,7 @@ def _parameter(name: str, schema: dict[str, Any], place: str = "query", **more: 
     return {"name": name, "in": place, "schema": schema, **more}
 
 
-MODEL_PARAMETERS = [_parameter("name", {"type": "string"}, "path", required=True)]
+MODEL_NAME = _parameter("name", {"type": "string"}, "path", required=True)
 TREE_PARAMETERS = [
     _parameter(
         "root",
@@ -252,26 +252,20 @@ TREE_PARAMETERS = [
         description="The salt, percent-encoded, whose words are shown; none: no salt.",
     ),
 ]
-CLEAR_PARAMETERS = [
-    _parameter(
-        "give_back",
-        {"type": "string", "enum": ["true", "false"], "default": "true"},
-        description="false: its memory stays for what comes next.",
-    )
-]
+GIVE_BACK = _parameter(
+    "give_back",
+    {"type": "string", "enum": ["true", "false"], "default": "true"},
+    description="false: its memory stays for what comes next.",
+)
 DOWN = {"status": "", "detail": ""}
 
 ENDPOINTS = (
     Endpoint("/health", "health", health, methods=("GET", "HEAD"), statuses=(503,), error=DOWN),
     Endpoint("/metrics", "metrics", metrics, replies={}),
     Endpoint("/v1/models", "models", models),
-    Endpoint("/v1/models/{name:path}", "models", model, parameters=MODEL_PARAMETERS),
+    Endpoint("/v1/models/{name:path}", "models", model, parameters=[MODEL_NAME]),
     Endpoint(
-        "/v1/cache",
-        "cache",
-        cache,
-        statuses=(304, 400, 401, 404, 503),
-        parameters=TREE_PARAMETERS,
+        "/v1/cache", "cache", cache, statuses=(304, 400, 401, 404, 503), parameters=TREE_PARAMETERS
     ),
     Endpoint(
         "/v1/cache",
@@ -279,7 +273,7 @@ ENDPOINTS = (
         clear,
         methods=("DELETE",),
         statuses=(400, 401, 503),
-        parameters=CLEAR_PARAMETERS,
+        parameters=[GIVE_BACK],
     ),
     Endpoint("/v1/live", "live", live),
 )

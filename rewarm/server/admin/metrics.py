@@ -24,40 +24,35 @@ FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 25
 BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 PARTS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, *FIRST_TOKEN)
 
+COUNTERS = {
+    "requests": ("HTTP requests; status 499: the client went away.", ["endpoint", "status"]),
+    "prompt_tokens": (
+        "Prompt tokens: cached (not computed), prefilled (computed), and replayed (those of the "
+        "prefilled ones that the cache knew).",
+        ["endpoint", "kind"],
+    ),
+    "generated_tokens": ("Tokens of answers.", ["endpoint"]),
+    "resumed": (
+        "Prompts that went on from what was stored, by tier and by the kind of checkpoint.",
+        ["tier", "boundary"],
+    ),
+    "restored_bytes": ("Bytes of the prefixes that prompts went on from.", ["tier"]),
+    "misses": ("Prompts of which not all was reused that could have been.", ["reason"]),
+    "missed_tokens": ("Tokens that were computed for that reason.", ["reason"]),
+}
+"""The help texts and the labels, by name."""
+
 
 class Metrics:
     def __init__(self, engine: Engine, model: str, generating: Iterable[str]) -> None:
         """`generating` has the names of the endpoints that generate."""
         self.registry = CollectorRegistry()
-        counter = partial(Counter, namespace="rewarm", registry=self.registry)
         gauge = partial(Gauge, namespace="rewarm", registry=self.registry)
         histogram = partial(Histogram, namespace="rewarm", registry=self.registry)
-        self._requests = counter(
-            "requests",
-            "HTTP requests; status 499: the client went away.",
-            ["endpoint", "status"],
-        )
-        self._prompt = counter(
-            "prompt_tokens",
-            "Prompt tokens: cached (not computed), prefilled (computed), and replayed (those of "
-            "the prefilled ones that the cache knew).",
-            ["endpoint", "kind"],
-        )
-        self._generated = counter("generated_tokens", "Tokens of answers.", ["endpoint"])
-        self._resumed = counter(
-            "resumed",
-            "Prompts that went on from what was stored, by tier and by the kind of checkpoint.",
-            ["tier", "boundary"],
-        )
-        self._restored = counter(
-            "restored_bytes", "Bytes of the prefixes that prompts went on from.", ["tier"]
-        )
-        self._missed = counter(
-            "misses", "Prompts of which not all was reused that could have been.", ["reason"]
-        )
-        self._missed_tokens = counter(
-            "missed_tokens", "Tokens that were computed for that reason.", ["reason"]
-        )
+        self._counters = {
+            name: Counter(name, *about, namespace="rewarm", registry=self.registry)
+            for name, about in COUNTERS.items()
+        }
         self._first_token = histogram(
             "time_to_first_token_seconds",
             "From a request's arrival at the engine to its first token.",
@@ -74,39 +69,39 @@ class Metrics:
             buckets=PARTS,
         )
         for endpoint in generating:
-            self._generated.labels(endpoint)
+            self._labelled("generated_tokens", endpoint)
             self._first_token.labels(endpoint)
             for kind in ("cached", "replayed", "prefilled"):
-                self._prompt.labels(endpoint, kind)
+                self._labelled("prompt_tokens", endpoint, kind)
         for tier in (MEMORY, DiskTier.name):
-            self._restored.labels(tier)
+            self._labelled("restored_bytes", tier)
         for reason in get_args(Reason):
-            self._missed.labels(reason)
-            self._missed_tokens.labels(reason)
+            self._labelled("misses", reason)
+            self._labelled("missed_tokens", reason)
         info = gauge("info", "What is served.", ["version", "model"])
         info.labels(rewarm.__version__, model).set(1)
         gauge("start_time_seconds", "When the server was started.").set_to_current_time()
         self.registry.register(_Now(engine))
 
     def count_response(self, endpoint: str, status: int) -> None:
-        self._requests.labels(endpoint, str(status)).inc()
+        self._labelled("requests", endpoint, str(status)).inc()
 
     def count_run(self, run: PromptRun, endpoint: str) -> None:
         tokens = sum(choice.tokens for choice in run.choices)
-        self._generated.labels(endpoint).inc(tokens)
+        self._labelled("generated_tokens", endpoint).inc(tokens)
         cost = run.cost
         if cost is None:
             return
         match = cost.match
-        self._prompt.labels(endpoint, "cached").inc(match.resume)
-        self._prompt.labels(endpoint, "prefilled").inc(cost.prefilled)
-        self._prompt.labels(endpoint, "replayed").inc(cost.replayed)
+        self._labelled("prompt_tokens", endpoint, "cached").inc(match.resume)
+        self._labelled("prompt_tokens", endpoint, "prefilled").inc(cost.prefilled)
+        self._labelled("prompt_tokens", endpoint, "replayed").inc(cost.replayed)
         if match.tier is not None:
-            self._resumed.labels(match.tier, cost.resumed_at or "none").inc()
-            self._restored.labels(match.tier).inc(cost.restored_bytes)
+            self._labelled("resumed", match.tier, cost.resumed_at or "none").inc()
+            self._labelled("restored_bytes", match.tier).inc(cost.restored_bytes)
         if run.miss is not None:
-            self._missed.labels(run.miss["reason"]).inc()
-            self._missed_tokens.labels(run.miss["reason"]).inc(run.miss.get("tokens", 0))
+            self._labelled("misses", run.miss["reason"]).inc()
+            self._labelled("missed_tokens", run.miss["reason"]).inc(run.miss.get("tokens", 0))
         if tokens:
             parts = cost.timings
             self._first_token.labels(endpoint).observe(parts.pop("ttft_ms") / 1e3)
@@ -115,6 +110,9 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+    def _labelled(self, name: str, *labels: str) -> Counter:
+        return self._counters[name].labels(*labels)
 
 
 class _Now(Collector):

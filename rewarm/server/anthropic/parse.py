@@ -12,7 +12,7 @@ from rewarm.prompt.chat import SYSTEM_AND_TOOLS, Chat
 
 from .. import fields
 from ..errors import ApiError, bad_request
-from ..fields import Body, ParsedRequest, RequestBody, Unsupported, refuse
+from ..fields import Body, RequestBody, Unsupported, refuse
 from . import blocks
 
 MOST_MARKS = 4
@@ -36,15 +36,12 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-CHOICES = {
-    "any": "required",
-    "tool": "required",
-    "auto": "auto",
-    "none": "none",
-}
+CHOICES = {"any": "required", "tool": "required", "auto": "auto", "none": "none"}
 """The modes of `fields.chosen_tools`, by Anthropic's names."""
 
 BILLING_HEADER = "x-anthropic-billing-header:"
+"""The beginning of a coding agent's first line. The line differs in every request: no two prompts
+would begin alike."""
 
 
 class AnthropicToolChoice(Body):
@@ -112,11 +109,7 @@ class CountRequest(RequestBody):
                 marked += [block.cache_control for block in content]
         return [mark for mark in marked if mark is not None]
 
-    def parsed(self, server: ServerOptions) -> ParsedRequest:
-        return ParsedRequest(self.chat(server), GenerationOptions(), self)
-
-    def chat(self, server: ServerOptions) -> Chat:
-        """Make the canonical chat."""
+    def asked(self, server: ServerOptions) -> Chat:
         system = self._system(server.keep_billing_header)
         messages = [{"role": "system", "content": system}] if system is not None else []
         system_blocks = self.system if isinstance(self.system, list) else []
@@ -129,8 +122,8 @@ class CountRequest(RequestBody):
                 messages.append(told)
         if self.cache_control is not None:
             marked.add(len(messages) - 1)
-        asked = self.tool_choice or AnthropicToolChoice(type="auto")
-        name = asked.name if asked.type == "tool" else None
+        choice = self.tool_choice or AnthropicToolChoice(type="auto")
+        mode, name = CHOICES[choice.type], choice.name if choice.type == "tool" else None
         functions = [tool.as_function() for tool in self.tools or ()]
         continues = self.messages[-1].role == "assistant"
         if continues and messages[-1].get("tool_calls"):
@@ -140,22 +133,22 @@ class CountRequest(RequestBody):
         return Chat(
             messages=messages,
             returned=blocks.returned,
-            tools=fields.chosen_tools(functions, CHOICES[asked.type], name),
+            tools=fields.chosen_tools(functions, mode, name),
             template=fields.thinking_options(
                 self.output_config.effort if self.output_config else None,
                 self.thinking.type != "disabled" if self.thinking else None,
             ),
             continue_final=continues,
             marked=tuple(sorted(marked)),
-            must_call=CHOICES[asked.type] == "required",
+            must_call=mode == "required",
         )
 
     def _system(self, keep_billing_header: bool) -> str | None:
         if self.system is None:
             return None
         given = [self.system] if isinstance(self.system, str) else [b.text for b in self.system]
-        if not keep_billing_header and given:
-            given[0] = without_billing_header(given[0])
+        if not keep_billing_header and given and given[0].startswith(BILLING_HEADER):
+            given[0] = given[0].partition("\n")[2].lstrip("\n")
         return "\n\n".join(filter(None, given)) or None
 
 
@@ -169,9 +162,9 @@ class MessagesRequest(CountRequest):
     metadata: dict[str, Any] | None = None
     cache_salt: fields.Salt | None = None
 
-    def parsed(self, server: ServerOptions) -> ParsedRequest:
+    def options(self) -> GenerationOptions:
         choice = self.tool_choice
-        options = GenerationOptions(
+        return GenerationOptions(
             max_tokens=self.max_tokens,
             sampling=fields.sampling_of(self),
             stop=tuple(self.stop_sequences or ()),
@@ -180,15 +173,6 @@ class MessagesRequest(CountRequest):
             hint=RETURNING if any(mark.ttl == "1h" for mark in self.marks) else 1.0,
             stream=bool(self.stream),
         )
-        return ParsedRequest(self.chat(server), options, self)
-
-
-def without_billing_header(system: str) -> str:
-    """Remove a coding agent's first line from a system prompt. The line differs in every request,
-    so no two prompts would begin alike."""
-    if not system.startswith(BILLING_HEADER):
-        return system
-    return system.partition("\n")[2].lstrip("\n")
 
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:

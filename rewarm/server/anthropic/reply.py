@@ -12,8 +12,7 @@ from rewarm.prompt.messages import Part
 
 from ..dialect import KEEP_ALIVE, Dialect, progress_note, rewarm_object
 from ..errors import ApiError
-from ..exchange import token_figures
-from ..work import data, encoded
+from ..exchange import data, encoded, token_figures
 from .blocks import SIGNATURE, block_of, content_blocks, is_block
 from .parse import MessagesRequest, error_body
 
@@ -59,13 +58,11 @@ def written(type: str, **fields: Any) -> str:
 
 @dataclass
 class MessagesDialect(Dialect):
-    """Anthropic's messages. The message of a stream begins when the prefill starts: then it is
-    known what the cache gave."""
+    """Answer a conversation."""
 
     path = "/v1/messages"
     name = "messages"
     tag = "Anthropic"
-    summary = "Answer a conversation."
     schema = MessagesRequest
     reply_fields = (*("id", "type", "role", "model", "content", "stop_reason", "usage", "rewarm"),)
     error_body = error_body
@@ -127,6 +124,7 @@ class MessagesDialect(Dialect):
         return usage(len(prompt.tokens), resume, last, choice)
 
     def _start(self, resume: int) -> str:
+        # The message begins when the prefill starts: then it is known what the cache gave.
         if self._started:
             return ""
         self._started = True
@@ -168,8 +166,7 @@ class MessagesDialect(Dialect):
 
 def _content(block: dict[str, Any]) -> dict[str, Any]:
     """Give the content of a block as a delta."""
-    if block["type"] == "tool_use":
+    kind = block["type"]
+    if kind == "tool_use":
         return {"type": "input_json_delta", "partial_json": encoded(block["input"])}
-    if block["type"] == "thinking":
-        return {"type": "thinking_delta", "thinking": block["thinking"]}
-    return {"type": "text_delta", "text": block["text"]}
+    return {"type": f"{kind}_delta", kind: block[kind]}

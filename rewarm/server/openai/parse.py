@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,7 +21,7 @@ from rewarm.values import Message
 
 from .. import fields
 from ..errors import ApiError, bad_request
-from ..fields import Body, ParsedRequest, RequestBody, Unsupported, one_of, refuse
+from ..fields import Body, RequestBody, Unsupported, one_of, refuse
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions."""
@@ -204,16 +205,11 @@ class OpenAIRequest(RequestBody):
     def usage_in_stream(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def options(
-        self, max_tokens: int | None, top_logprobs: int | None, one_call: bool = False
-    ) -> GenerationOptions:
+    def options(self) -> GenerationOptions:
         return GenerationOptions(
-            max_tokens=max_tokens,
             sampling=fields.sampling_of(self),
             n=self.n or 1,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            top_logprobs=top_logprobs,
-            one_call=one_call,
             salt=self.cache_salt,
             hint=RETURNING if self.prompt_cache_key else 1.0,
             stream=bool(self.stream),
@@ -248,24 +244,26 @@ class ChatRequest(OpenAIRequest):
         last = self.messages[-1]
         return bool(self.continue_final_message or last.prefix or last.partial)
 
-    def parsed(self, server: ServerOptions) -> ParsedRequest:
+    def asked(self, server: ServerOptions) -> Chat:
         given = self.tool_choice or "auto"
         mode, name = (given, None) if isinstance(given, str) else ("required", given.function.name)
         template = fields.thinking_options(self.reasoning_effort, self.enable_thinking)
         template.update(self.chat_template_kwargs or ())
-        chat = Chat(
+        return Chat(
             messages=[message.as_message() for message in self.messages],
             tools=fields.chosen_tools(self.tools, mode, name),
             template=template,
             continue_final=self.continues,
             must_call=mode == "required",
         )
-        options = self.options(
-            self.max_completion_tokens or self.max_tokens,
-            (self.top_logprobs or 0) if self.logprobs else None,
+
+    def options(self) -> GenerationOptions:
+        return replace(
+            super().options(),
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             one_call=self.parallel_tool_calls is False,
         )
-        return ParsedRequest(chat, options, self)
 
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -294,9 +292,12 @@ class CompletionRequest(OpenAIRequest):
             return [self.prompt]
         return list(self.prompt)
 
-    def parsed(self, server: ServerOptions) -> ParsedRequest:
-        options = self.options(self.max_tokens or COMPLETION_TOKENS, self.logprobs)
-        return ParsedRequest(Text(self.prompts, bool(self.echo)), options, self)
+    def asked(self, server: ServerOptions) -> Text:
+        return Text(self.prompts, bool(self.echo))
+
+    def options(self) -> GenerationOptions:
+        limit = self.max_tokens or COMPLETION_TOKENS
+        return replace(super().options(), max_tokens=limit, top_logprobs=self.logprobs)
 
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from rewarm.values import Sampled
 
 from ..dialect import KEEP_ALIVE, Dialect, progress_note, rewarm_object
 from ..errors import ApiError
-from ..exchange import token_figures
-from ..work import data
+from ..exchange import data, token_figures
 from .parse import ChatRequest, CompletionRequest, error_body
 
 DONE = "data: [DONE]\n\n"
@@ -54,8 +53,6 @@ class OpenAIDialect(Dialect):
     new_field: ClassVar[str]
     """The field of a chunk's choice that has what is new."""
 
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
     _progress: str = ""
     """The progress of the prompt, in a comment."""
     _unsent: list[dict[str, Any]] = field(default_factory=list)
@@ -63,6 +60,7 @@ class OpenAIDialect(Dialect):
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
         self.model = self.body.model or self.model
         self.logprobs = self.work.options.top_logprobs is not None
 
@@ -164,9 +162,10 @@ class OpenAIDialect(Dialect):
 
 @dataclass
 class ChatDialect(OpenAIDialect):
+    """Answer a chat."""
+
     path = "/v1/chat/completions"
     name = "chat"
-    summary = "Answer a chat."
     schema = ChatRequest
     prefix = "chatcmpl"
     kind = "chat.completion"
@@ -220,9 +219,10 @@ class ChatDialect(OpenAIDialect):
 
 @dataclass
 class CompletionDialect(OpenAIDialect):
+    """Continue texts or tokens, without a chat template."""
+
     path = "/v1/completions"
     name = "completions"
-    summary = "Continue texts or tokens, without a chat template."
     schema = CompletionRequest
     prefix = "cmpl"
     kind = chunk = "text_completion"

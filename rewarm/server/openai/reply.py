@@ -30,7 +30,7 @@ def finite(logprob: float | None) -> float:
 
 
 def _choice(
-    index: int, field: str, content: Any, logprobs: Any = None, finish: str | None = None
+    index: int, field: str, content: Any, logprobs: Any, finish: str | None
 ) -> dict[str, Any]:
     # An answer that the server had to break off was cut short, in OpenAI's words.
     reason = "length" if finish == "cancelled" else finish
@@ -87,20 +87,17 @@ class OpenAIDialect(Dialect):
         return {**reply, "usage": self._usage(), "rewarm": rewarm_object(self.work)}
 
     def opening(self) -> str:
-        contents = enumerate(self.first_contents())
-        chunks = [self._chunk(_choice(i, self.new_field, content)) for i, content in contents]
-        return "".join(map(data, chunks))
+        return "".join(data(self._chunk(i, text)) for i, text in enumerate(self.first_contents()))
 
     def delta(self, event: Delta) -> str:
-        content, logprobs = self.new_content(event), self.logged(event.choice, event.sampled)
-        return data(self._chunk(_choice(event.choice, self.new_field, content, logprobs)))
+        logprobs = self.logged(event.choice, event.sampled)
+        return data(self._chunk(event.choice, self.new_content(event), logprobs))
 
     def ended(self, event: Ended) -> str:
-        before = self._sent()
+        before = self._flushed()
         nothing = self.new_content(Delta(event.choice))
         finish = self.work.choices[event.choice].finish
-        choice = _choice(event.choice, self.new_field, nothing, finish=finish)
-        self._unsent = [self._chunk(choice)]
+        self._unsent = [self._chunk(event.choice, nothing, finish=finish)]
         return before
 
     def progress(self, event: Prefilled) -> str:
@@ -113,10 +110,10 @@ class OpenAIDialect(Dialect):
     def last(self) -> str:
         # A chunk without choices surprises clients that did not ask for the usage.
         if self.body.usage_in_stream:
-            self._unsent.append({**self._chunk(), "usage": self._usage()})
+            self._unsent.append({**self._reply(self.chunk, ()), "usage": self._usage()})
         if self._unsent:
             self._unsent[-1]["rewarm"] = rewarm_object(self.work)
-        return self._sent() + DONE
+        return self._flushed() + DONE
 
     def error(self, error: ApiError) -> str:
         return data(error_body(error, self.work.exchange.id)) + DONE
@@ -126,13 +123,16 @@ class OpenAIDialect(Dialect):
         alive."""
         return "" if any(choice.tokens for choice in self.work.choices) else self._progress
 
-    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        body = self._reply(self.chunk, choices)
+    def _chunk(
+        self, index: int, content: Any, logprobs: Any = None, finish: str | None = None
+    ) -> dict[str, Any]:
+        choice = _choice(index, self.new_field, content, logprobs, finish)
+        body = self._reply(self.chunk, [choice])
         if self.body.usage_in_stream:
             body["usage"] = None
         return body
 
-    def _sent(self) -> str:
+    def _flushed(self) -> str:
         unsent, self._unsent = self._unsent, []
         return "".join(map(data, unsent))
 

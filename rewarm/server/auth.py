@@ -53,12 +53,9 @@ def _check_key(headers: Headers, key: str) -> None:
         given = bearer.strip()
     if given is None or not hmac.compare_digest(given.encode("latin-1"), key.encode()):
         what = "an API key is needed" if given is None else "this API key is wrong"
-        raise ApiError(
-            401,
-            f"{what}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        message = f"{what}: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        challenge = {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, message, code="invalid_api_key", headers=challenge)
 
 
 def _check_host(host: str) -> None:
@@ -67,11 +64,8 @@ def _check_host(host: str) -> None:
     host = host.lower()
     name = host.partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if "." in name and not LOCAL_NAME.search(name) and not ADDRESS.fullmatch(name):
-        raise ApiError(
-            403,
-            f"the host {name[:80]!r} is not this machine's own name: use an address, or set an "
-            "API key",
-        )
+        advice = "use an address, or set an API key"
+        raise ApiError(403, f"the host {name[:80]!r} is not this machine's own name: {advice}")
 
 
 async def body_of(request: Request, limit: int) -> bytes:
@@ -87,9 +81,6 @@ async def body_of(request: Request, limit: int) -> bytes:
         elif read > DRAINED * limit:
             break
     if size > limit:
-        raise ApiError(
-            413,
-            f"the body has {size:,} bytes or more; this server takes {limit:,}",
-            code="request_too_large",
-        )
+        message = f"the body has {size:,} bytes or more; this server takes {limit:,}"
+        raise ApiError(413, message, code="request_too_large")
     return b"".join(parts)

@@ -66,11 +66,8 @@ class Backend:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # A web page can have any browser send other types without asking the server first.
         if kind != "application/json":
-            raise ApiError(
-                415,
-                f"the content type is {kind[:80]!r}: send JSON, with `Content-Type: "
-                "application/json`",
-            )
+            wanted = "send JSON, with `Content-Type: application/json`"
+            raise ApiError(415, f"the content type is {kind[:80]!r}: {wanted}")
         body = await body_of(request, self.options.max_body)
         request.state.exchange.size = len(body)
         return await self.off_loop(request, parse, body, self.options)
@@ -96,9 +93,18 @@ class Backend:
 
     def describe(self, work: Work, over: PromptOver, miss: Miss) -> None:
         """Deliver the end of a prompt once its miss is described. Called on the engine's thread."""
-        work.runs[over.run].miss = {"reason": miss.reason}
+        run = work.runs[over.run]
+        run.miss = {"reason": miss.reason}
+
+        def explain() -> None:
+            try:
+                run.miss = self.advisor.described(miss, run.prompt, work.chat, work.options.salt)
+            except Exception:
+                log.exception("a miss could not be described")
+            work.hand_over(over)
+
         try:
-            self._explaining.submit(self._describe, work, over, miss)
+            self._explaining.submit(explain)
         except RuntimeError:  # the server is stopping
             work.hand_over(over)
 
@@ -118,14 +124,6 @@ class Backend:
         self.metrics.count_response(exchange.endpoint, status)
         if exchange.work is not None:
             self.activity.finish(exchange.work, status)
-
-    def _describe(self, work: Work, over: PromptOver, miss: Miss) -> None:
-        run, salt = work.runs[over.run], work.options.salt
-        try:
-            run.miss = self.advisor.described(miss, run.prompt, work.chat, salt)
-        except Exception:
-            log.exception("a miss could not be described")
-        work.hand_over(over)
 
     def _pool_for(self, exchange: Exchange) -> ThreadPoolExecutor:
         return self._large if exchange.size > LARGE else self._pool

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
 
 from rewarm.generate.options import GenerationOptions
 from rewarm.options import RESERVED_FOR_RENDERING, ServerOptions
@@ -26,13 +26,9 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Salt = Annotated[str, Field(min_length=1, max_length=512)]
 
 
-class Body(BaseModel):
+class Body(BaseModel, strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=()):
     """An object of a request. A value of a wrong type is an error; unknown fields are kept, so that
     `refuse` can look at them."""
-
-    model_config = ConfigDict(
-        strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
-    )
 
 
 class ParsedRequest(NamedTuple):
@@ -130,9 +126,8 @@ def chosen_tools(tools: list[Any] | None, mode: str, name: str | None = None) ->
     if name is not None:
         tools = [tool for tool in tools if tool["function"]["name"] == name][:1]
         if not tools:
-            raise bad_request(
-                f"tool_choice: there is no tool {name[:80]!r} in tools", "tool_choice"
-            )
+            message = f"tool_choice: there is no tool {name[:80]!r} in tools"
+            raise bad_request(message, "tool_choice")
     return tools
 
 

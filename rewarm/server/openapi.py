@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -100,17 +100,15 @@ def _shape(example: Any) -> dict[str, Any]:
 
 
 def schema_of(
-    endpoints: Iterable[Endpoint], error_of: Callable[[str], Mapping[str, Any]]
+    endpoints: Sequence[Endpoint], error_of: Callable[[str], Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Make the OpenAPI schema. `error_of` gives an example of the errors of a path."""
     paths: dict[str, dict[str, Any]] = {}
-    bodies: dict[type[BaseModel], None] = {}
+    bodies = dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None)
     for endpoint in endpoints:
         path = endpoint.path.replace(":path}", "}")
         described = endpoint.described(error_of(endpoint.path))
         paths.setdefault(path, {})[endpoint.methods[0].lower()] = described
-        if endpoint.body is not None:
-            bodies[endpoint.body] = None
     _, definitions = models_json_schema([(b, "validation") for b in bodies], ref_template=REF)
     return {
         "openapi": "3.1.0",

@@ -115,7 +115,6 @@ def _listener(options: ServerOptions) -> socket.socket:
         family, _, _, _, address = found[0]
         return socket.create_server(address, family=family, backlog=2048)
     except OSError as error:
-        raise InvalidOption(
-            f"cannot listen on {options.host}:{options.port} ({error.strerror or error}): give "
-            "another --port, or 0 for a free one"
-        ) from error
+        why, advice = error.strerror or error, "give another --port, or 0 for a free one"
+        where = f"{options.host}:{options.port}"
+        raise InvalidOption(f"cannot listen on {where} ({why}): {advice}") from error

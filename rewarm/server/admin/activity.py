@@ -231,7 +231,7 @@ class HotPrefixes:
             while len(self._prefixes) > HOTTEST or tokens > HOTTEST_TOKENS:
                 tokens -= self._prefixes.popitem(last=False)[1].tokens
 
-    def still_held(self, cache: PrefixCache) -> Iterator[HotPrefix]:
+    def resumable(self, cache: PrefixCache) -> Iterator[HotPrefix]:
         """Give the prefixes that a request could still resume from, those hit most first. The
         others are forgotten. This may wait for the cache's lock."""
         with self._lock:

@@ -128,13 +128,11 @@ def _tree_query(request: Request) -> TreeQuery:
     asked = request.query_params
     unknown = sorted(asked.keys() - {"root", *NUMBERS})
     if unknown:
-        raise bad_request(
-            f"{unknown[0][:80]!r} is no parameter of this: give root, depth, limit or offset"
-        )
+        known = "give root, depth, limit or offset"
+        raise bad_request(f"{unknown[0][:80]!r} is no parameter of this: {known}")
     numbers: dict[str, int] = {}
     for name, (least, most) in NUMBERS.items():
-        value = asked.get(name)
-        if value is None:
+        if (value := asked.get(name)) is None:
             continue
         if not re.fullmatch("[0-9]{1,18}", value) or not least <= int(value) <= most:
             raise bad_request(f"{name}={value[:80]!r}: give a number from {least} to {most}", name)
@@ -200,7 +198,7 @@ def _engine(backend: Backend, salt: str | None) -> dict[str, Any]:
         core = backend.engine.core
         stats, cache = core.stats(), core.cache
         tokenizer = backend.generator.tokenizer
-        hottest = islice(backend.activity.hottest.still_held(cache), SHOWN_HOTTEST)
+        hottest = islice(backend.activity.hottest.resumable(cache), SHOWN_HOTTEST)
         shown = ("waiting", "prefilling", "decoding", "warm_waiting", "warm_tokens", "restarts")
         return {
             "hottest": [prefix.shown_to(salt, tokenizer) for prefix in hottest],

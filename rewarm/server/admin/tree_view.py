@@ -151,11 +151,11 @@ class _Page:
             put(above, place + 1, depth)
             put(row, 0, depth + 1)
 
-    def _nodes(self, rows: list[int]) -> list[dict[str, Any]]:
+    def _nodes(self, rows: list[int]) -> Iterator[dict[str, Any]]:
         survey = self.survey
         # Lists are taken once: reading an array cell by cell would cost more than all the rest.
         cells, sums = survey.cells[rows].tolist(), survey.sums[rows].tolist()
-        leaves, nodes = (survey.size[rows] == 1).tolist(), []
+        leaves = (survey.size[rows] == 1).tolist()
         names = {row: survey.name(row) for row in {*rows, *(c[0] for c in cells)} if row >= 0}
         for row, cell, below, leaf in zip(rows, cells, sums, leaves, strict=True):
             parent, _, _, start, tokens, kind, hits, last_used = cell[:8]
@@ -171,8 +171,7 @@ class _Page:
             }
             if not leaf:
                 node["with_below"] = _summed(below, self.survey.tiers)
-            nodes.append(node)
-        return nodes
+            yield node
 
     def _merged(self) -> Iterator[dict[str, Any]]:
         """Sum up the children that are not in the reply, for each place that has some."""
@@ -203,9 +202,8 @@ class _Page:
         name = f"{survey.name(row)}+{int(survey.cells[row, COLUMNS.index('tokens')])}"
         label = self.known.get(name)
         if label is None:
-            key = survey.keys[row]
-            above = int(survey.cells[row, 0])
-            label = self.labels.label(key, self._starts(row), self._role_at_end(above))
+            role_before = self._role_at_end(int(survey.cells[row, 0]))
+            label = self.labels.label(survey.keys[row], self._starts(row), role_before)
         self.words[name] = label
         return label
 

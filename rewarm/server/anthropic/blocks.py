@@ -102,9 +102,8 @@ class AnthropicMessage(Body):
             elif block.type == "text":
                 texts.append(block)
             else:
-                raise bad_request(
-                    f"a {block.type} block belongs into an assistant message", "messages"
-                )
+                wrong = f"a {block.type} block belongs into an assistant message"
+                raise bad_request(wrong, "messages")
         if texts or not self.blocks:
             text = "\n".join(block.text or "" for block in texts)
             yield {"role": self.role, "content": text}, texts

@@ -90,15 +90,11 @@ class CountRequest(RequestBody):
             kind = str(edit.get("type")) if isinstance(edit, dict) else str(edit)
             # The template decides whether old thinking is kept.
             if not kind.startswith("clear_thinking"):
-                raise bad_request(
-                    f"context_management: {kind[:40]!r} is not supported; leave it out",
-                    "context_management",
-                )
-        if len(self.marks) > MOST_MARKS:
-            raise bad_request(
-                f"cache_control is set {len(self.marks)} times: at most {MOST_MARKS} are allowed",
-                "cache_control",
-            )
+                wrong = f"context_management: {kind[:40]!r} is not supported; leave it out"
+                raise bad_request(wrong, "context_management")
+        if (count := len(self.marks)) > MOST_MARKS:
+            wrong = f"cache_control is set {count} times: at most {MOST_MARKS} are allowed"
+            raise bad_request(wrong, "cache_control")
         return self
 
     @property
@@ -127,9 +123,8 @@ class CountRequest(RequestBody):
         functions = [tool.as_function() for tool in self.tools or ()]
         continues = self.messages[-1].role == "assistant"
         if continues and messages[-1].get("tool_calls"):
-            raise bad_request(
-                "the last message calls tools: send their results after it", "messages"
-            )
+            wrong = "the last message calls tools: send their results after it"
+            raise bad_request(wrong, "messages")
         return Chat(
             messages=messages,
             returned=blocks.returned,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -24,17 +24,19 @@ LEAST_LOGPROB = -9999.0
 """The value that OpenAI gives for a probability of 0, since JSON has no infinity."""
 
 
+Content = Mapping[str, Any]
+"""The field of a choice that has its content."""
+
+
 def finite(logprob: float | None) -> float:
     # NaN fails the comparison, too.
     return logprob if logprob is not None and logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
-def _choice(
-    index: int, field: str, content: Any, logprobs: Any, finish: str | None
-) -> dict[str, Any]:
+def _choice(index: int, content: Content, logprobs: Any, finish: str | None) -> dict[str, Any]:
     # An answer that the server had to break off was cut short, in OpenAI's words.
     reason = "length" if finish == "cancelled" else finish
-    return {"index": index, field: content, "logprobs": logprobs, "finish_reason": reason}
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
 @dataclass
@@ -48,10 +50,6 @@ class OpenAIDialect(Dialect):
     """The `object` of a whole reply."""
     chunk: ClassVar[str]
     """The `object` of a chunk."""
-    whole_field: ClassVar[str]
-    """The field of a choice that has its whole content."""
-    new_field: ClassVar[str]
-    """The field of a chunk's choice that has what is new."""
 
     _progress: str = ""
     """The progress of the prompt, in a comment."""
@@ -65,14 +63,14 @@ class OpenAIDialect(Dialect):
         self.logprobs = self.work.options.top_logprobs is not None
 
     @abstractmethod
-    def whole_content(self, index: int, choice: Choice) -> Any: ...
+    def whole_content(self, index: int, choice: Choice) -> Content: ...
 
     @abstractmethod
-    def first_contents(self) -> Sequence[Any]:
+    def first_contents(self) -> Sequence[Content]:
         """Give the contents that the choices of a stream begin with."""
 
     @abstractmethod
-    def new_content(self, event: Delta) -> Any: ...
+    def new_content(self, event: Delta) -> Content: ...
 
     @abstractmethod
     def logged(self, index: int, sampled: Sequence[Sampled]) -> Any:
@@ -82,7 +80,7 @@ class OpenAIDialect(Dialect):
         choices = []
         for i, choice in enumerate(self.work.choices):
             content, logprobs = self.whole_content(i, choice), self.logged(i, choice.sampled)
-            choices.append(_choice(i, self.whole_field, content, logprobs, choice.finish))
+            choices.append(_choice(i, content, logprobs, choice.finish))
         reply = self._reply(self.kind, choices)
         return {**reply, "usage": self._usage(), "rewarm": rewarm_object(self.work)}
 
@@ -124,10 +122,9 @@ class OpenAIDialect(Dialect):
         return "" if any(choice.tokens for choice in self.work.choices) else self._progress
 
     def _chunk(
-        self, index: int, content: Any, logprobs: Any = None, finish: str | None = None
+        self, index: int, content: Content, logprobs: Any = None, finish: str | None = None
     ) -> dict[str, Any]:
-        choice = _choice(index, self.new_field, content, logprobs, finish)
-        body = self._reply(self.chunk, [choice])
+        body = self._reply(self.chunk, [_choice(index, content, logprobs, finish)])
         if self.body.usage_in_stream:
             body["usage"] = None
         return body
@@ -170,12 +167,10 @@ class ChatDialect(OpenAIDialect):
     prefix = "chatcmpl"
     kind = "chat.completion"
     chunk = "chat.completion.chunk"
-    whole_field = "message"
-    new_field = "delta"
     _called: dict[int, int] = field(default_factory=dict)
     """Tool calls sent so far, by choice."""
 
-    def whole_content(self, index: int, choice: Choice) -> dict[str, Any]:
+    def whole_content(self, index: int, choice: Choice) -> Content:
         answer = choice.answer
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if thinking := answer.reasoning:
@@ -183,12 +178,12 @@ class ChatDialect(OpenAIDialect):
         if calls := answer.calls:
             message["tool_calls"] = calls
             message["content"] = answer.text or None
-        return message
+        return {"message": message}
 
-    def first_contents(self) -> Sequence[Any]:
-        return [{"role": "assistant", "content": ""} for _ in self.work.choices]
+    def first_contents(self) -> Sequence[Content]:
+        return [{"delta": {"role": "assistant", "content": ""}} for _ in self.work.choices]
 
-    def new_content(self, event: Delta) -> dict[str, Any]:
+    def new_content(self, event: Delta) -> Content:
         delta: dict[str, Any] = {}
         if thinking := event.reasoning:
             delta["reasoning_content"] = delta["reasoning"] = thinking
@@ -198,7 +193,7 @@ class ChatDialect(OpenAIDialect):
             first = self._called.get(event.choice, 0)
             self._called[event.choice] = first + len(calls)
             delta["tool_calls"] = [{"index": first + i, **c} for i, c in enumerate(calls)]
-        return delta
+        return {"delta": delta}
 
     def logged(self, index: int, sampled: Sequence[Sampled]) -> dict[str, Any] | None:
         if not self.logprobs:
@@ -226,19 +221,21 @@ class CompletionDialect(OpenAIDialect):
     schema = CompletionRequest
     prefix = "cmpl"
     kind = chunk = "text_completion"
-    whole_field = new_field = "text"
     _logged: dict[int, int] = field(default_factory=dict)
     """Characters of the tokens whose log-probabilities were given so far, by choice."""
 
-    def whole_content(self, index: int, choice: Choice) -> str:
-        echo = self.first_contents()[index] if self.body.echo else ""
-        return echo + choice.answer.text
+    @property
+    def echoes(self) -> Sequence[str]:
+        return [run.echo for run in self.work.runs for _ in run.choices]
 
-    def first_contents(self) -> Sequence[str]:
-        return [run.echo for run in self.work.runs for _ in run.choices if self.body.echo]
+    def whole_content(self, index: int, choice: Choice) -> Content:
+        return {"text": self.echoes[index] + choice.answer.text}
 
-    def new_content(self, event: Delta) -> str:
-        return event.text
+    def first_contents(self) -> Sequence[Content]:
+        return [{"text": echo} for echo in self.echoes if self.body.echo]
+
+    def new_content(self, event: Delta) -> Content:
+        return {"text": event.text}
 
     def logged(self, index: int, sampled: Sequence[Sampled]) -> dict[str, Any] | None:
         if not self.logprobs:

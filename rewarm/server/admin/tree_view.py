@@ -114,16 +114,14 @@ class _Page:
         survey = self.survey
         self._choose()
         namespace = self.cache.namespace(self.query.salt)
-        own = {row: name == namespace for row, name in survey.owners.items()}
-        yours = {self.root: survey.owner(self.root) == namespace}
-        lit = self._last_use([row for row, mine in own.items() if mine])
+        own = next((row for row, owner in survey.owners.items() if owner == namespace), None)
+        yours = range(0) if own is None else range(own, own + int(survey.size[own]))
+        lit = self._last_use(yours)
         root, *nodes = self._nodes([self.root, *self._rows])
         for row, node in zip(self._rows, nodes, strict=True):
-            above = int(survey.cells[row, 0])
-            mine = yours[row] = own.get(row, yours[above])
             if row in survey.owners:
-                node["yours"] = mine
-            elif mine:
+                node["yours"] = row == own
+            elif row in yours:
                 node["used_last"] = bool(lit) and node["hits"] > 0 and node["last_used"] == lit
                 if len(self.words) < LABELS:
                     node["label"] = vars(self._label(row))
@@ -132,20 +130,18 @@ class _Page:
 
     def _choose(self) -> None:
         """Choose the rows with the most tokens below them, from the root on."""
-        survey, parent = self.survey, self.survey.column("parent")
-        tokens = survey.sums[:, SUMMED.index("tokens")]
-        queue: list[tuple[int, int, int, int]] = []
+        tokens = self.survey.sums[:, SUMMED.index("tokens")]
+        queue: list[tuple[int, int, int, int, int]] = []
 
         def put(above: int, place: int, depth: int) -> None:
-            siblings = survey.children(above)
+            siblings = self.survey.children(above)
             if place < len(siblings) and depth <= self.query.depth:
                 row = int(siblings[place])
-                heapq.heappush(queue, (-int(tokens[row]), row, place, depth))
+                heapq.heappush(queue, (-int(tokens[row]), row, above, place, depth))
 
         put(self.root, self.query.offset, 1)
         while queue and len(self._rows) < self.query.limit:
-            _, row, place, depth = heapq.heappop(queue)
-            above = int(parent[row])
+            _, row, above, place, depth = heapq.heappop(queue)
             self._rows.append(row)
             self._taken[above] += 1
             put(above, place + 1, depth)
@@ -186,16 +182,13 @@ class _Page:
                     **_summed(self.survey.sums[rest].sum(axis=0).tolist(), self.survey.tiers),
                 }
 
-    def _last_use(self, roots: list[int]) -> int:
-        """Give the clock of the newest request of a tenant that found something."""
-        newest = 0
-        for row in roots:
-            span = slice(row, row + int(self.survey.size[row]))
-            used = self.survey.column("last_used")[span]
-            # Spans that only the disk has may have a later time, at which no request used them.
-            found = (self.survey.column("hits")[span] > 0) & (used <= self.survey.clock)
-            newest = max(newest, int(used[found].max(initial=0)))
-        return newest
+    def _last_use(self, rows: range) -> int:
+        """Give the clock of the newest request that found something in these rows."""
+        span = slice(rows.start, rows.stop)
+        used = self.survey.column("last_used")[span]
+        # Spans that only the disk has may have a later time, at which no request used them.
+        found = (self.survey.column("hits")[span] > 0) & (used <= self.survey.clock)
+        return int(used[found].max(initial=0))
 
     def _label(self, row: int) -> Label:
         survey = self.survey

@@ -113,11 +113,10 @@ class Backend:
         exchange = work.exchange
         self.metrics.count_run(run, exchange.endpoint)
         exchange.finish()
-        if work.chat is None or run.error is not None:
-            return
-        with suppress(RuntimeError):  # the server is stopping
-            self._explaining.submit(self.advisor.remember, exchange.id, work, run)
-            self._pool_for(exchange).submit(self.generator.answered, work, run)
+        if work.chat is not None and run.error is None:
+            with suppress(RuntimeError):  # the server is stopping
+                self._explaining.submit(self.advisor.remember, exchange.id, work, run)
+                self._pool_for(exchange).submit(self.generator.answered, work, run)
 
     def note_end(self, exchange: Exchange, status: int) -> None:
         """Take note of an exchange that is over."""

@@ -88,11 +88,11 @@ class Exchange:
         self.work = None  # it refers to this exchange
 
     def _summary(self, status: int) -> str:
-        runs = self.work.runs if self.work is not None else []
-        costs = [run.cost for run in runs if run.cost is not None]
-        choices = [c for run in runs for c in run.choices if c.tokens]
-        parts = [prompt_summary(costs), speed(costs, choices), self.problem]
-        parts += [str(run.error) for run in runs if run.error is not None]
+        parts = [self.problem]
+        if self.work is not None:
+            costs, choices = self.work.costs, [c for c in self.work.choices if c.tokens]
+            errors = [str(run.error) for run in self.work.runs if run.error is not None]
+            parts = [prompt_summary(costs), speed(costs, choices), self.problem, *errors]
         if status == CLIENT_GONE:
             parts.append("the client went away")
         # Some of the text comes from clients, and the log may go to a terminal.

@@ -76,17 +76,12 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(
-    engine: Engine,
-    options: ServerOptions | None = None,
-    on_ready: Callable[[str], None] | None = None,
-) -> None:
+def serve(engine: Engine, options: ServerOptions, on_ready: Callable[[str], None]) -> None:
     """Start the engine, serve until SIGINT or SIGTERM, and stop the engine.
 
     `on_ready` is called with the address once the model is loaded. Raises NotReady where the model
     cannot be loaded.
     """
-    options = options or ServerOptions()
     options.check_bind()
     server = Server(engine, options)
     listener = _listener(options)
@@ -94,7 +89,7 @@ def serve(
     def watch() -> None:
         if engine.wait() != "ready":
             server.should_exit = True
-        elif on_ready is not None and server.listens():
+        elif server.listens():
             on_ready(server.url)
 
     engine.start()

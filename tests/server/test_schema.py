@@ -276,7 +276,7 @@ def test_anthropic_usage_counts_every_prompt_token_once() -> None:
     assert (cold["cache_read_input_tokens"], cold["cache_creation_input_tokens"]) == (0, 80)
     warm = anthropic_usage(prompt=100, resume=90, last_mark=80)
     assert (warm["cache_read_input_tokens"], warm["cache_creation_input_tokens"]) == (90, 0)
-    plain = anthropic_usage(prompt=100, resume=30, last_mark=None)
+    plain = anthropic_usage(prompt=100, resume=30, last_mark=0)
     assert plain["cache_creation_input_tokens"] == 0
     for usage in (cold, warm, plain):
         parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")

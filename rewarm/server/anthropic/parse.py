@@ -120,7 +120,7 @@ class CountRequest(RequestBody):
             marked.add(len(messages) - 1)
         choice = self.tool_choice or AnthropicToolChoice(type="auto")
         mode, name = CHOICES[choice.type], choice.name if choice.type == "tool" else None
-        functions = [tool.as_function() for tool in self.tools or ()]
+        tools = fields.chosen_tools([t.as_function() for t in self.tools or ()], mode, name)
         continues = self.messages[-1].role == "assistant"
         if continues and messages[-1].get("tool_calls"):
             wrong = "the last message calls tools: send their results after it"
@@ -128,7 +128,7 @@ class CountRequest(RequestBody):
         return Chat(
             messages=messages,
             returned=blocks.returned,
-            tools=fields.chosen_tools(functions, mode, name),
+            tools=tools,
             template=fields.thinking_options(
                 self.output_config.effort if self.output_config else None,
                 self.thinking.type != "disabled" if self.thinking else None,

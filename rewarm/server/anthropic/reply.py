@@ -26,17 +26,16 @@ UNWRITTEN: dict[str, dict[str, Any]] = {
 """The fields of a block that its deltas fill."""
 
 
-def usage(
-    prompt: int, resume: int, last_mark: int | None, choice: Choice | None = None
-) -> dict[str, Any]:
+def usage(prompt: int, resume: int, last_mark: int, tokens: int = 0) -> dict[str, Any]:
     """Count the tokens. Anthropic counts every prompt token once: read from the cache, written to
-    it because of a `cache_control` mark, or neither."""
-    created = max(0, last_mark - resume) if last_mark is not None else 0
+    it because of a `cache_control` mark, or neither. `last_mark` is 0 where there is no mark, and
+    `tokens` are those of the answer."""
+    created = max(0, last_mark - resume)
     return {
         "input_tokens": prompt - resume - created,
         "cache_creation_input_tokens": created,
         "cache_read_input_tokens": resume,
-        "output_tokens": choice.tokens if choice is not None else 0,
+        "output_tokens": tokens,
     }
 
 
@@ -80,7 +79,7 @@ class MessagesDialect(Dialect):
         choice = self.work.choices[0]
         return {
             **self._message(content_blocks(choice.answer.parts), stop_of(choice)),
-            "usage": self._usage(token_figures(self.work.costs)["cached_tokens"], choice),
+            "usage": self._usage(token_figures(self.work.costs)["cached_tokens"], choice.tokens),
             "rewarm": rewarm_object(self.work),
         }
 
@@ -95,7 +94,7 @@ class MessagesDialect(Dialect):
         resume, choice = token_figures(self.work.costs)["cached_tokens"], self.work.choices[0]
         ended = {
             "delta": stop_of(choice),
-            "usage": self._usage(resume, choice),
+            "usage": self._usage(resume, choice.tokens),
             "rewarm": rewarm_object(self.work),
         }
         end = written("message_delta", **ended) + written("message_stop")
@@ -117,11 +116,9 @@ class MessagesDialect(Dialect):
             **stop,
         }
 
-    def _usage(self, resume: int, choice: Choice | None = None) -> dict[str, Any]:
-        prompt, chat = self.work.runs[0].prompt, self.work.chat
-        marked = chat is not None and chat.marked
-        last = max(prompt.marks, default=0) if marked else None
-        return usage(len(prompt.tokens), resume, last, choice)
+    def _usage(self, resume: int, tokens: int = 0) -> dict[str, Any]:
+        prompt = self.work.runs[0].prompt
+        return usage(len(prompt.tokens), resume, max(prompt.marks, default=0), tokens)
 
     def _start(self, resume: int) -> str:
         # The message begins when the prefill starts: then it is known what the cache gave.

@@ -105,7 +105,8 @@ def prompt_summary(costs: Sequence[Cost]) -> str:
     if not costs:
         return ""
     figures = token_figures(costs)
-    tokens, cached, again = (figures[f"{what}_tokens"] for what in ("prompt", "cached", "replayed"))
+    tokens, cached = figures["prompt_tokens"], figures["cached_tokens"]
+    again = figures["replayed_tokens"]
     kind = next((cost.resumed_at for cost in costs if cost.resumed_at), None)
     resumed = f" ({kind})" if kind else ""
     new = figures["prefilled_tokens"] - again

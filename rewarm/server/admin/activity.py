@@ -59,16 +59,12 @@ TOTALS = ("requests", "prompt_tokens", "cached_tokens", "replayed_tokens", "gene
 """The figures that are added up over several requests."""
 
 
-def no_totals() -> Counter[str]:
-    return Counter(dict.fromkeys(TOTALS, 0))
-
-
 @dataclass
 class Slot:
     """A few seconds of the history."""
 
     at: int
-    totals: Counter[str] = field(default_factory=no_totals)
+    totals: Counter[str] = field(default_factory=Counter)
     first_tokens: list[float] = field(default_factory=list)
 
     def shown(self) -> dict[str, Any]:
@@ -87,7 +83,7 @@ class Activity:
         self.recent: deque[Finished] = deque(maxlen=RECENT)
         self.first_tokens: deque[float] = deque(maxlen=FIRST_TOKENS)
         self.history: deque[Slot] = deque(maxlen=SLOTS)
-        self.total = no_totals()
+        self.total: Counter[str] = Counter()
         self.hottest = HotPrefixes()
         self._numbers = itertools.count(1)
 

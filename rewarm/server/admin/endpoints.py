@@ -26,7 +26,7 @@ from ..backend import Backend
 from ..errors import bad_request
 from ..exchange import Json, Work
 from ..openapi import Endpoint
-from .activity import STEP, percentile, stage_of
+from .activity import STEP, TOTALS, percentile, stage_of
 from .tree_view import TreeQuery
 
 log = logging.getLogger("rewarm")
@@ -164,7 +164,7 @@ def _happening(backend: Backend, salt: str | None) -> dict[str, Any]:
         "requests": [_flight(work, n, salt) for work, n in activity.running.items()],
         "recent": [done.shown_to(salt) for done in reversed(activity.recent)],
         "hit_rate": activity.hit_rates(),
-        "totals": activity.total,
+        "totals": {name: activity.total[name] for name in TOTALS},
         "ttft_ms": {
             **{f"p{p}": percentile(activity.first_tokens, p) for p in (50, 90, 99)},
             "count": len(activity.first_tokens),

@@ -191,16 +191,6 @@ class OpenAIRequest(RequestBody):
     cache_salt: fields.Salt | None = None
     """Prompts with different salts share nothing."""
 
-    @model_validator(mode="after")
-    def _supported(self) -> OpenAIRequest:
-        refuse(self.model_extra, UNSUPPORTED_IN_CONTINUED if self.continues else UNSUPPORTED)
-        return self
-
-    @property
-    def continues(self) -> bool:
-        """The answer goes on with the last message."""
-        return False
-
     @property
     def usage_in_stream(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -231,6 +221,7 @@ class ChatRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
+        refuse(self.model_extra, UNSUPPORTED_IN_CONTINUED if self.continues else UNSUPPORTED)
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         if self.continues and self.messages[-1].role != "assistant":
@@ -241,6 +232,7 @@ class ChatRequest(OpenAIRequest):
 
     @property
     def continues(self) -> bool:
+        """The answer goes on with the last message."""
         last = self.messages[-1]
         return bool(self.continue_final_message or last.prefix or last.partial)
 
@@ -268,20 +260,18 @@ class ChatRequest(OpenAIRequest):
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=64)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=64)]
 
 
 class CompletionRequest(OpenAIRequest):
-    prompt: (
-        str
-        | Tokens
-        | Annotated[list[str], Field(min_length=1, max_length=64)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=64)]
-    )
+    prompt: str | Tokens | Texts | TokenLists
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
+        refuse(self.model_extra, UNSUPPORTED)
         if self.echo and self.logprobs is not None:
             raise bad_request("echo with logprobs is not supported: leave one of them out", "echo")
         return self

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 from urllib.parse import unquote
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -58,7 +58,7 @@ async def health(backend: Backend, request: Request) -> Response:
 
 async def metrics(backend: Backend, request: Request) -> Response:
     """The metrics, for Prometheus."""
-    text = await backend.off_loop(request, backend.metrics.text)
+    text = await backend.off_loop(request, generate_latest, backend.metrics.registry)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -43,7 +43,7 @@ COUNTERS = {
 """The help texts and the labels, by name."""
 
 
-class Metrics:
+class Metrics(Collector):
     def __init__(self, engine: Engine, model: str, generating: Iterable[str]) -> None:
         """`generating` has the names of the endpoints that generate."""
         self.registry = CollectorRegistry()
@@ -81,7 +81,8 @@ class Metrics:
         info = gauge("info", "What is served.", ["version", "model"])
         info.labels(rewarm.__version__, model).set(1)
         gauge("start_time_seconds", "When the server was started.").set_to_current_time()
-        self.registry.register(_Now(engine))
+        self._engine = engine
+        self.registry.register(self)
 
     def count_response(self, endpoint: str, status: int) -> None:
         self._labelled("requests", endpoint, str(status)).inc()
@@ -108,23 +109,8 @@ class Metrics:
             for name, ms in parts.items():
                 self._part.labels(name.removesuffix("_ms")).observe(ms / 1e3)
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
-
-    def _labelled(self, name: str, *labels: str) -> Counter:
-        return self._counters[name].labels(*labels)
-
-
-class _Now(Collector):
-    """The figures that the engine and the cache give when they are asked."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def describe(self) -> list[Metric]:
-        return []  # so that registering does not ask an engine that is still loading
-
     def collect(self) -> Iterator[Metric]:
+        """Give the figures that the engine and the cache have at this moment."""
         yield _gauge("ready", "1 where requests are answered.", self._engine.state == "ready")
         try:
             yield from self._requests(self._engine.core.stats())
@@ -134,6 +120,9 @@ class _Now(Collector):
                 yield from _tier(name, tier)
         except (NotReady, CacheClosed):
             return
+
+    def _labelled(self, name: str, *labels: str) -> Counter:
+        return self._counters[name].labels(*labels)
 
     def _requests(self, stats: EngineStats) -> Iterator[Metric]:
         stages = {name: getattr(stats, name) for name in ("waiting", "prefilling", "decoding")}

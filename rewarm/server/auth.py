@@ -40,7 +40,7 @@ class Authorised:
             headers = Headers(scope=scope)
             if self.options.api_key is None:
                 if not self.options.allow_public:
-                    _check_host(headers.get("host", ""))
+                    _check_host(headers.get("host", "").lower())
             elif scope["path"] not in OPEN:
                 _check_key(headers, self.options.api_key)
         await self.app(scope, receive, send)
@@ -61,7 +61,6 @@ def _check_key(headers: Headers, key: str) -> None:
 def _check_host(host: str) -> None:
     """Refuse every host name that a public DNS server may answer for. Without a key, a web page
     could make its own name point to this server, and a browser would let the page use it."""
-    host = host.lower()
     name = host.partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if "." in name and not LOCAL_NAME.search(name) and not ADDRESS.fullmatch(name):
         advice = "use an address, or set an API key"

@@ -132,14 +132,10 @@ def rewarm_object(generation: Generation) -> dict[str, Any]:
     costs = generation.costs
     if not costs:
         return {}
-    first = costs[0]
+    first, match = costs[0], costs[0].match
     resume = None
-    if first.match.resume:
-        resume = {
-            "position": first.match.resume,
-            "boundary": first.resumed_at,
-            "tier": first.match.tier,
-        }
+    if match.resume:
+        resume = {"position": match.resume, "boundary": first.resumed_at, "tier": match.tier}
     figures = token_figures(costs)
     del figures["prompt_tokens"]
     return {

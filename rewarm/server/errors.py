@@ -81,10 +81,8 @@ def _invalid_body(error: ValidationError) -> ApiError:
 
 def _is_branch(part: int | str) -> bool:
     """Say whether a part of pydantic's location names the branch of a union, not a field."""
-    return isinstance(part, str) and (
-        part in ("str", "int", "float", "bool", "none", "dict")
-        or bool(re.search(r"[A-Z\[(-]", part))
-    )
+    plain = ("str", "int", "float", "bool", "none", "dict")
+    return isinstance(part, str) and (part in plain or bool(re.search(r"[A-Z\[(-]", part)))
 
 
 def _shown(value: object) -> str:

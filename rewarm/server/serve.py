@@ -27,18 +27,17 @@ class Server(uvicorn.Server):
     signal."""
 
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
-        super().__init__(
-            uvicorn.Config(
-                create_app(engine, options),
-                host=options.host,
-                port=options.port,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=int(options.grace + AFTER_GRACE),
-                ws="none",
-            )
+        config = uvicorn.Config(
+            create_app(engine, options),
+            host=options.host,
+            port=options.port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(options.grace + AFTER_GRACE),
+            ws="none",
         )
+        super().__init__(config)
         self.engine = engine
         self.options = options
 

@@ -233,10 +233,5 @@ def _bytes(values: list[int], tiers: Sequence[str]) -> dict[str, dict[str, int]]
 
 
 def _summed(values: list[int], tiers: Sequence[str]) -> dict[str, Any]:
-    nodes, tokens, checkpoints = values[:3]
-    return {
-        "nodes": nodes,
-        "tokens": tokens,
-        "checkpoints": checkpoints,
-        "bytes": _bytes(values, tiers),
-    }
+    counts = dict(zip(SUMMED[:3], values[:3], strict=True))  # nodes, tokens, checkpoints
+    return {**counts, "bytes": _bytes(values, tiers)}

@@ -176,12 +176,8 @@ def block_of(part: Part) -> dict[str, Any]:
     """Write a part of an answer as a block."""
     if part.call is not None:
         function = part.call["function"]
-        return {
-            "type": "tool_use",
-            "id": part.call["id"],
-            "name": function["name"],
-            "input": _input(function["arguments"]),
-        }
+        named = {"id": part.call["id"], "name": function["name"]}
+        return {"type": "tool_use", **named, "input": _input(function["arguments"])}
     if part.kind == "thinking":
         return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
     return {"type": "text", "text": part.text}

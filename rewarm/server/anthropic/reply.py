@@ -44,10 +44,9 @@ def stop_of(choice: Choice) -> dict[str, Any]:
     a limit or because the server had to stop."""
     stopped_by = choice.answer.stopped_by if choice.finish == "stop" else None
     reason = STOP_REASONS.get(choice.finish, "max_tokens")
-    return {
-        "stop_reason": "stop_sequence" if stopped_by is not None else reason,
-        "stop_sequence": stopped_by,
-    }
+    if stopped_by is not None:
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": stopped_by}
 
 
 def written(type: str, **fields: Any) -> str:
@@ -92,13 +91,9 @@ class MessagesDialect(Dialect):
 
     def last(self) -> str:
         resume, choice = token_figures(self.work.costs)["cached_tokens"], self.work.choices[0]
-        ended = {
-            "delta": stop_of(choice),
-            "usage": self._usage(resume, choice.tokens),
-            "rewarm": rewarm_object(self.work),
-        }
-        end = written("message_delta", **ended) + written("message_stop")
-        return self._start(resume) + self._close() + end
+        usage, rewarm = self._usage(resume, choice.tokens), rewarm_object(self.work)
+        ended = written("message_delta", delta=stop_of(choice), usage=usage, rewarm=rewarm)
+        return self._start(resume) + self._close() + ended + written("message_stop")
 
     def idle(self) -> str:
         return written("ping") if self._started else KEEP_ALIVE

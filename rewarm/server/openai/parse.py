@@ -27,12 +27,10 @@ COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions."""
 
 NOT_BUILT_IN = "this way of sampling is not built in; leave it out"
+NO_GRAMMAR = Unsupported("answers cannot be constrained to a grammar or schema; leave it out")
 NO_SEARCH = Unsupported("this server has no tools of its own; leave it out")
 UNSUPPORTED = {
-    **dict.fromkeys(
-        ("structured_outputs", "grammar", "json_schema", "regex"),
-        Unsupported("answers cannot be constrained to a grammar or schema; leave it out"),
-    ),
+    **dict.fromkeys(("structured_outputs", "grammar", "json_schema", "regex"), NO_GRAMMAR),
     **dict.fromkeys(
         (
             *("use_beam_search", "min_tokens", "ignore_eos", "include_stop_str_in_output"),

@@ -198,13 +198,10 @@ class ChatDialect(OpenAIDialect):
     def logged(self, index: int, sampled: Sequence[Sampled]) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
-        content = [
-            {
-                **self._logged_token(s.token, s.logprob),
-                "top_logprobs": [self._logged_token(a.token, a.logprob) for a in s.top],
-            }
-            for s in sampled
-        ]
+        content = []
+        for s in sampled:
+            top = [self._logged_token(a.token, a.logprob) for a in s.top]
+            content.append({**self._logged_token(s.token, s.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
     def _logged_token(self, token: int, logprob: float | None) -> dict[str, Any]:
@@ -243,11 +240,10 @@ class CompletionDialect(OpenAIDialect):
         texts = [self.texts.of(s.token).text for s in sampled]
         offsets = list(accumulate(map(len, texts), initial=self._logged.get(index, 0)))
         self._logged[index] = offsets.pop()
+        tops = [{self.texts.of(a.token).text: finite(a.logprob) for a in s.top} for s in sampled]
         return {
             "tokens": texts,
             "token_logprobs": [finite(s.logprob) for s in sampled],
-            "top_logprobs": [
-                {self.texts.of(a.token).text: finite(a.logprob) for a in s.top} for s in sampled
-            ],
+            "top_logprobs": tops,
             "text_offset": offsets,
         }

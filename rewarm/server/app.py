@@ -6,8 +6,6 @@ the server itself are in `admin/endpoints.py`."""
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Annotated, Any
 
@@ -189,12 +187,6 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> Starlett
     """Make the server's application. The engine may still be loading."""
     options = options or ServerOptions()
     backend = Backend(engine, options, [dialect.name for dialect in DIALECTS])
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        backend.close()
-
     app = Starlette(
         routes=[
             Route("/openapi.json", schema, methods=["GET"]),
@@ -206,7 +198,7 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> Starlett
             Middleware(Authorised, options=options),
         ],
         exception_handlers={HTTPException: no_endpoint},
-        lifespan=lifespan,
+        lifespan=backend.lifespan,
     )
     app.router.redirect_slashes = False
     app.state.backend = backend

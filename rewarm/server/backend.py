@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
+from starlette.applications import Starlette
 from starlette.requests import Request
 
 from rewarm.engine import Engine
@@ -55,7 +56,10 @@ class Backend:
     def tree(self) -> TreeView:
         return TreeView(self.engine.core.cache, Labels(self.generator.renderer))
 
-    def close(self) -> None:
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Serve, then stop the threads."""
+        yield
         for pool in (self._pool, self._large, self._explaining):
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -9,14 +9,7 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
-from rewarm.errors import (
-    CacheClosed,
-    ContextExceeded,
-    InvalidOption,
-    InvalidPrompt,
-    NotReady,
-    QueueFull,
-)
+from rewarm import errors
 
 CLIENT_GONE = 499
 """The status of a request whose client went away, in the log and the metrics."""
@@ -48,16 +41,16 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, ValidationError):
         return _invalid_body(error)
-    if isinstance(error, QueueFull):
+    if isinstance(error, errors.QueueFull):
         wait = {"Retry-After": str(max(1, int(error.retry_after)))}
         return ApiError(429, str(error), code="rate_limit_exceeded", headers=wait)
-    if isinstance(error, NotReady):
+    if isinstance(error, errors.NotReady):
         return ApiError(503, str(error), code="not_ready", headers={"Retry-After": "5"})
-    if isinstance(error, CacheClosed):
+    if isinstance(error, errors.CacheClosed):
         return ApiError(503, "the server is stopping", code="not_ready")
-    if isinstance(error, ContextExceeded):
+    if isinstance(error, errors.ContextExceeded):
         return ApiError(400, str(error), code="context_length_exceeded")
-    if isinstance(error, (InvalidPrompt, InvalidOption)):
+    if isinstance(error, (errors.InvalidPrompt, errors.InvalidOption)):
         return ApiError(400, str(error), getattr(error, "param", None))
     if isinstance(error, ClientDisconnect):
         return ApiError(CLIENT_GONE, "the client went away while it was sending")

@@ -160,6 +160,7 @@ class HotPrefix:
     """A prefix that requests resumed from."""
 
     salt: str | None
+    tokens: int
     prompt: Tokens
     """The prefix and one more token, so that this prompt would resume at the prefix's end."""
     boundaries: Sequence[Boundary]
@@ -169,10 +170,6 @@ class HotPrefix:
     used: float = 0.0
     tier: str | None = None
     """The tier that had it when it was last looked for."""
-
-    @property
-    def tokens(self) -> int:
-        return len(self.prompt) - 1
 
     def label(self, tokenizer: Any) -> str:
         """Give its first and its last words."""
@@ -218,7 +215,8 @@ class HotPrefixes:
             if prefix is None:
                 prompt = run.prompt.tokens[: at + 1].copy()
                 boundaries = [b for b in run.prompt.boundaries if b.position <= at]
-                prefix = self._prefixes[key] = HotPrefix(salt, prompt, boundaries, cost.resumed_at)
+                prefix = HotPrefix(salt, at, prompt, boundaries, cost.resumed_at)
+                self._prefixes[key] = prefix
             prefix.hits += 1
             prefix.nbytes = cost.restored_bytes
             prefix.used = time.time()

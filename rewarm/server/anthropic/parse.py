@@ -125,14 +125,13 @@ class CountRequest(RequestBody):
         if continues and messages[-1].get("tool_calls"):
             wrong = "the last message calls tools: send their results after it"
             raise bad_request(wrong, "messages")
+        effort = self.output_config.effort if self.output_config else None
+        thinks = self.thinking.type != "disabled" if self.thinking else None
         return Chat(
             messages=messages,
             returned=blocks.returned,
             tools=tools,
-            template=fields.thinking_options(
-                self.output_config.effort if self.output_config else None,
-                self.thinking.type != "disabled" if self.thinking else None,
-            ),
+            template=fields.thinking_options(effort, thinks),
             continue_final=continues,
             marked=tuple(sorted(marked)),
             must_call=mode == "required",

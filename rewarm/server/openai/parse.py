@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, WrapValidator, model_validator
 
 from rewarm.generate.options import RETURNING, GenerationOptions
 from rewarm.options import ServerOptions
@@ -148,7 +143,7 @@ class FunctionTool(Body):
     function: NamedFunction
 
 
-def _checked_tool(tool: Any, check: ValidatorFunctionWrapHandler) -> Any:
+def _checked_tool(tool: Any, check: Callable[[Any], object]) -> Any:
     """Check a tool and keep it as it was sent, since the model reads its keys in that order."""
     if isinstance(tool, dict) and tool.get("type") != "function":
         raise ValueError(f'tools of type {tool.get("type")!r} are not supported: use "function"')
@@ -290,9 +285,7 @@ class CompletionRequest(OpenAIRequest):
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     """Make the body of an error."""
-    if error.status == 429:
-        kind = "rate_limit_error"
-    else:
-        kind = "invalid_request_error" if error.status < 500 else "server_error"
+    usual = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = "rate_limit_error" if error.status == 429 else usual
     told = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
     return {"error": told}

@@ -50,7 +50,7 @@ class TreeView:
         self._survey: Survey | None = None
         self._version: tuple[int, ...] = ()
         self._next = 0.0
-        self._words: dict[str, Label] = {}
+        self.words: dict[str, Label] = {}
 
     def tag(self, query: TreeQuery) -> str:
         """Make a tag of a reply, which stays the same for as long as the reply does."""
@@ -59,7 +59,7 @@ class TreeView:
     def forget(self) -> None:
         """Forget all words: the cache was cleared."""
         with self._lock:
-            self._survey, self._words, self._next = None, {}, 0.0
+            self._survey, self.words, self._next = None, {}, 0.0
 
     def refresh(self) -> None:
         """Take a survey, if something has changed and the last one is long enough ago."""
@@ -86,10 +86,10 @@ class TreeView:
         if root is None:
             gone = f"root={query.root}: there is no such span any more"
             raise ApiError(404, f"{gone}; leave it out for the whole tree")
-        page = _Page(survey, root, query, self.cache, self.labels, self._words)
+        page = _Page(self, survey, root, query)
         body = page.body()
         if page.words:
-            self._words = page.words
+            self.words = page.words
         return body
 
 
@@ -97,12 +97,10 @@ class TreeView:
 class _Page:
     """One reply, as it is made."""
 
+    view: TreeView
     survey: Survey
     root: int
     query: TreeQuery
-    cache: PrefixCache
-    labels: Labels
-    known: dict[str, Label]
     words: dict[str, Label] = field(default_factory=dict)
     _rows: list[int] = field(default_factory=list)
     """The rows below the root that are shown, parents first."""
@@ -113,7 +111,7 @@ class _Page:
     def body(self) -> dict[str, Any]:
         survey = self.survey
         self._choose()
-        namespace = self.cache.namespace(self.query.salt)
+        namespace = self.view.cache.namespace(self.query.salt)
         own = next((row for row, owner in survey.owners.items() if owner == namespace), None)
         yours = range(0) if own is None else range(own, own + int(survey.size[own]))
         lit = self._last_use(yours)
@@ -193,19 +191,19 @@ class _Page:
     def _label(self, row: int) -> Label:
         survey = self.survey
         name = f"{survey.name(row)}+{int(survey.cells[row, COLUMNS.index('tokens')])}"
-        label = self.known.get(name)
+        label = self.view.words.get(name)
         if label is None:
             role_before = self._role_at_end(int(survey.cells[row, 0]))
-            label = self.labels.label(survey.keys[row], self._starts(row), role_before)
+            label = self.view.labels.label(survey.keys[row], self._starts(row), role_before)
         self.words[name] = label
         return label
 
     def _starts(self, row: int) -> list[MessageStart]:
         before, above = b"", int(self.survey.cells[row, 0])
-        while above > 0 and len(before) < self.labels.longest:
-            before = self.survey.keys[above][-self.labels.longest :] + before
+        while above > 0 and len(before) < self.view.labels.longest:
+            before = self.survey.keys[above][-self.view.labels.longest :] + before
             above = int(self.survey.cells[above, 0])
-        return self.labels.starts(self.survey.keys[row], before)
+        return self.view.labels.starts(self.survey.keys[row], before)
 
     def _role_at_end(self, row: int) -> str | None:
         """Give the role of the message that a span ends in."""

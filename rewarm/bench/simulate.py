@@ -146,7 +146,7 @@ class Clairvoyant:
         times = np.repeat(np.arange(len(self._blocks)), [len(b) for b in self._blocks])
         order = np.argsort(ids, kind="stable")
         self._times = times[order]
-        self._starts = np.searchsorted(ids[order], np.arange(int(ids.max()) + 2))
+        self._starts = np.searchsorted(ids[order], np.arange(int(np.max(ids)) + 2))
         self.now = -1
         """The number of the request that runs."""
 

@@ -64,7 +64,7 @@ def programme(vocabulary: int) -> dict[str, Prompt]:
     }
 
 
-AGAIN = ("branch", "extend again", "first again")
+AGAIN = ("first", "branch", "first again")
 """The steps that run again after an eviction, in a sample."""
 
 Compare = Callable[[str, Ran, Ran], None]

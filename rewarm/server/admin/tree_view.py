@@ -186,7 +186,7 @@ class _Page:
         used = self.survey.column("last_used")[span]
         # Spans that only the disk has may have a later time, at which no request used them.
         found = (self.survey.column("hits")[span] > 0) & (used <= self.survey.clock)
-        return int(used[found].max(initial=0))
+        return int(np.max(used[found], initial=0))
 
     def _label(self, row: int) -> Label:
         survey = self.survey

@@ -34,7 +34,7 @@ from .stores import processes
 
 # A chat, and a restart before its next turn
 
-TURNS = 40 if SOAK else 8
+TURNS = 40 if SOAK else 10
 CHATS = ("pocket", "nemotron_h", "gpt_oss", "llama")
 
 

@@ -60,21 +60,30 @@ class Anchor(NamedTuple):
     """Its index among the tokens."""
 
 
+START = Anchor(0, 0, 0)
+"""The beginning of a text, where no anchor lies before a place."""
+
+
 @dataclass(frozen=True, eq=False)
 class Encoded:
     text: str
     tokens: Tokens
     anchors: Sequence[Anchor]
 
-    def anchor_within(self, characters: int) -> Anchor | None:
-        """Find the last anchor that ends within so many characters."""
+    def anchor_within(self, characters: int) -> Anchor:
+        """Find the last anchor that ends within so many characters, or else START."""
         index = bisect_right(self.anchors, characters, key=_stop)
-        return self.anchors[index - 1] if index else None
+        return self.anchors[index - 1] if index else START
 
-    def anchor_from(self, characters: int) -> Anchor | None:
-        """Find the first anchor that starts after so many characters."""
+    def anchor_from(self, characters: int) -> Anchor:
+        """Find the first anchor that starts after so many characters, or else the text's end."""
         index = bisect_left(self.anchors, characters, key=_start)
-        return self.anchors[index] if index < len(self.anchors) else None
+        if index < len(self.anchors):
+            return self.anchors[index]
+        return Anchor(len(self.text), len(self.text), len(self.tokens))
+
+
+NOTHING = Encoded("", np.empty(0, np.int32), ())
 
 
 class Encoder:
@@ -93,25 +102,31 @@ class Encoder:
 
     def encode(self, text: str) -> Encoded:
         """Encode a text, beginning at the last anchor that it shares with a known text."""
-        known, anchor = self._nearest(text)
-        if known is not None and known.text == text:
-            self._remember(known, None)
-            return known
-        before: tuple[Anchor, ...] = ()
-        start, tokens = 0, np.empty(0, np.int32)
-        if known is not None and anchor is not None:
-            before = tuple(a for a in known.anchors if a.start < anchor.start)
-            start, tokens = anchor.start, known.tokens[: anchor.token]
-        new = self.tokens(text[start:])
-        more = self._anchors(text, start, new, len(tokens))
-        # A text has all its anchors or none, so that they do not depend on the texts before it.
-        anchors = () if more is None else (*before, *more)
-        whole = np.concatenate([tokens, new])
-        whole.flags.writeable = False
-        found = Encoded(text, whole, anchors)
-        # The text of an earlier turn is dropped: this one has all of it but its generation prompt.
-        covered = known is not None and anchor in known.anchors[-4:]
-        self._remember(found, known.text if known is not None and covered else None)
+        with self._lock:
+            if text in self._texts:
+                self._texts.move_to_end(text)
+                return self._texts[text]
+            texts = list(self._texts.values())
+        known, anchor = NOTHING, START
+        for other in reversed(texts):
+            shared = other.anchor_within(common_text(other.text, text))
+            if shared.start > anchor.start:
+                known, anchor = other, shared
+        new = self.tokens(text[anchor.start :])
+        anchors = self._anchors(text, new, known, anchor)
+        tokens = np.concatenate([known.tokens[: anchor.token], new])
+        tokens.flags.writeable = False
+        found = Encoded(text, tokens, anchors)
+        with self._lock:
+            if anchor in known.anchors[-4:]:
+                # It is the text of an earlier turn: this one has all of it but its generation
+                # prompt.
+                self._texts.pop(known.text, None)
+            self._texts[text] = found
+            characters = sum(map(len, self._texts))
+            while len(self._texts) > KEPT_TEXTS or characters > KEPT_CHARACTERS:
+                oldest, _ = self._texts.popitem(last=False)
+                characters -= len(oldest)
         return found
 
     def tokens(self, text: str) -> Tokens:
@@ -127,11 +142,11 @@ class Encoder:
     def end(self, whole: Encoded, at: int) -> int | None:
         """Find the position of a message's end, by the added token that follows it or else by the
         text before it. None where it is too far from an anchor."""
-        space = _space.match(whole.text, at)
         after = whole.anchor_from(at)
-        if after is not None and space is not None and after.start <= space.end():
+        is_followed = after.start < len(whole.text)
+        if is_followed and _space.fullmatch(whole.text, at, after.start):
             return after.token
-        return self._edge(whole, at, (), FAR_END if after is not None else 0, FAR_END)
+        return self._edge(whole, at, (), FAR_END if is_followed else 0, FAR_END)
 
     def edge(self, whole: Encoded, at: int, tails: tuple[str, ...]) -> int | None:
         """Give the number of tokens that stay the same whatever follows the first `at` characters.
@@ -144,26 +159,24 @@ class Encoder:
         self, whole: Encoded, at: int, tails: tuple[str, ...], most_after: int, most_before: int
     ) -> int | None:
         before, after = whole.anchor_within(at), whole.anchor_from(at)
-        start, index = (before.start, before.token) if before else (0, 0)
-        stop, last = (after.start, after.token) if after else (len(whole.text), len(whole.tokens))
-        if at - start > 2 * NEAR and stop - at <= most_after:
-            found = self._from_the_end(whole, at, stop, last, tails)
+        if at - before.start > 2 * NEAR and after.start - at <= most_after:
+            found = self._from_the_end(whole, at, after, tails)
             if found is not None:
                 return found
-        if at - start > most_before:
+        if at - before.start > most_before:
             return None
-        same = self._same(whole.text[start:at], tails)
-        return index + common_tokens(same, whole.tokens[index:])
+        same = self._same(whole.text[before.start : at], tails)
+        return before.token + common_tokens(same, whole.tokens[before.token :])
 
     def _from_the_end(
-        self, whole: Encoded, at: int, stop: int, last: int, tails: tuple[str, ...]
+        self, whole: Encoded, at: int, after: Anchor, tails: tuple[str, ...]
     ) -> int | None:
-        """Find the position by a short text around the place; `last` is the position of `stop`."""
+        """Find the position by a short text around the place, up to the anchor after it."""
         near = whole.text[at - NEAR : at]
-        mine = self.tokens(near + whole.text[at:stop])
+        mine = self.tokens(near + whole.text[at : after.start])
         same = common_tokens(self._same(near, tails), mine)
-        position = last - (len(mine) - same)
-        in_step = whole.tokens[position - IN_STEP : last]
+        position = after.token - (len(mine) - same)
+        in_step = whole.tokens[position - IN_STEP : after.token]
         if same < IN_STEP or not np.array_equal(in_step, mine[same - IN_STEP :]):
             return None
         return position
@@ -178,43 +191,20 @@ class Encoder:
             same = same[: common_tokens(same, self.tokens(head + tail))]
         return same
 
-    def _nearest(self, text: str) -> tuple[Encoded | None, Anchor | None]:
-        """Find the known text that begins most like this one, and the last anchor that both
-        have."""
-        with self._lock:
-            texts = list(self._texts.values())
-        nearest: tuple[Encoded | None, Anchor | None] = (None, None)
-        furthest = 0
-        for known in reversed(texts):
-            if known.text == text:
-                return known, None
-            anchor = known.anchor_within(common_text(known.text, text))
-            if anchor is not None and anchor.start > furthest:
-                nearest, furthest = (known, anchor), anchor.start
-        return nearest
+    def _anchors(self, text: str, new: Tokens, known: Encoded, anchor: Anchor) -> Sequence[Anchor]:
+        """Find the places of added tokens. `new` are the tokens from a known text's anchor on.
 
-    def _anchors(self, text: str, start: int, tokens: Tokens, before: int) -> list[Anchor] | None:
-        """Find the places of added tokens; None where the text and the tokens disagree on them."""
+        A text has all its anchors or, where the text and the tokens disagree on them, none, so that
+        they do not depend on the texts before it."""
         if self._pattern is None:
-            return []
-        matches = list(self._pattern.finditer(text, start))
-        indices = np.flatnonzero(np.isin(tokens, self._ids))
-        expected = [self._added[m.group()] for m in matches]
-        if tokens[indices].tolist() != expected:
-            return None
+            return ()
+        matches = list(self._pattern.finditer(text, anchor.start))
+        indices = np.flatnonzero(np.isin(new, self._ids))
+        if new[indices].tolist() != [self._added[m.group()] for m in matches]:
+            return ()
+        before = [a for a in known.anchors if a.start < anchor.start]
         pairs = zip(matches, indices.tolist(), strict=True)
-        return [Anchor(m.start(), m.end(), before + i) for m, i in pairs]
-
-    def _remember(self, found: Encoded, replaced: str | None) -> None:
-        with self._lock:
-            if replaced is not None:
-                self._texts.pop(replaced, None)
-            self._texts[found.text] = found
-            self._texts.move_to_end(found.text)
-            held = sum(map(len, self._texts))
-            while len(self._texts) > KEPT_TEXTS or (held > KEPT_CHARACTERS and self._texts):
-                text, _ = self._texts.popitem(last=False)
-                held -= len(text)
+        return [*before, *(Anchor(m.start(), m.end(), anchor.token + i) for m, i in pairs)]
 
 
 def _anchor_tokens(tokenizer: Any) -> dict[str, int]:

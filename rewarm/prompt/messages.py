@@ -5,7 +5,7 @@ Nothing here imports a model library."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from rewarm.errors import InvalidPrompt
@@ -90,6 +90,11 @@ def is_system(message: Message) -> bool:
     return message["role"] in SYSTEM_ROLES
 
 
+def leading_system(chat: Sequence[Message]) -> int:
+    """Count the system messages at the beginning of a chat."""
+    return next((i for i, message in enumerate(chat) if not is_system(message)), len(chat))
+
+
 def _normalised(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise InvalidPrompt(
@@ -170,7 +175,7 @@ def system_for_developer(chat: list[Message]) -> list[Message]:
 
 def one_system(chat: list[Message]) -> list[Message]:
     """Join the leading system and developer messages to one system message."""
-    leading = next((i for i, m in enumerate(chat) if not is_system(m)), len(chat))
+    leading = leading_system(chat)
     if leading < 2:
         return chat
     text = "\n\n".join(m["content"] for m in chat[:leading] if m["content"])
@@ -190,14 +195,13 @@ def _words_into_thinking(message: Message) -> Message:
     return {**message, **dict.fromkeys(REASONING, joined), "content": ""}
 
 
-def rewordings(chat: list[Message]) -> list[list[Message]]:
-    """Give the chat, then other forms of it, each for a template that refuses the form before.
+def rewordings(chat: list[Message]) -> Iterator[list[Message]]:
+    """Give other forms of a chat, each for a template that refuses the form before.
 
     Each form changes only what such a template refuses, so that the rest is rendered as in earlier
     turns. To add one, write a function such as `one_system` and list it here."""
-    ways = [chat]
     for reworded in (words_into_thinking, system_for_developer, one_system):
-        other = reworded(ways[-1])
-        if other != ways[-1]:
-            ways.append(other)
-    return ways
+        other = reworded(chat)
+        if other != chat:
+            chat = other
+            yield chat

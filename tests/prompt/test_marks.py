@@ -95,13 +95,13 @@ def test_marks_are_where_messages_end() -> None:
         chat = chat_of(3)
         plain = renderer.render(chat)
         prompt = renderer.render(chat, marked=[-1, 1, 3, 99, -7])
-        places = {e.index: e.position for e in plain.ends}
-        assert [e.role for e in plain.ends] == [m["role"] for m in chat]
+        places = plain.ends
+        assert list(places) == list(range(len(chat)))
         first = next(b.position for b in plain.boundaries if b.kind == "system")
         assert prompt.marks == (first, places[1], places[3])
-        for end in plain.ends:
-            told = renderer.tokenizer.decode(prompt.tokens[: end.position].tolist())
-            assert told.rstrip().endswith(chat[end.index]["content"].strip())
+        for i, position in places.items():
+            told = renderer.tokenizer.decode(prompt.tokens[:position].tolist())
+            assert told.rstrip().endswith(chat[i]["content"].strip())
 
 
 @pytest.mark.parametrize("name", ["chatml", "harmony"])
@@ -114,7 +114,7 @@ def test_marks_on_messages_without_text_are_kept(name: str) -> None:
     for stop in range(3, len(chat) + 1):
         part = chat[:stop]
         plain = renderer.render(part, TOOLS)
-        ends = {e.index: e.position for e in plain.ends}
+        ends = plain.ends
         for m in range(1, stop):
             (mark,) = renderer.render(part, TOOLS, marked=[m]).marks
             told = renderer.tokenizer.decode(plain.tokens[:mark].tolist())

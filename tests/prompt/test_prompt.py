@@ -166,5 +166,5 @@ def test_a_template_that_counts_its_contents_has_no_message_ends_but_boundaries(
         "{{ m.content }}<|end|>{%- endfor -%}<|start|>assistant\n"
     )
     prompt = ChatRenderer(tokenizer).render([system(), user("a"), assistant("b"), user("c")])
-    assert prompt.ends == ()
+    assert prompt.ends == {}
     assert [b.kind for b in prompt.boundaries if b.durable] == ["system", "turn", "user"]

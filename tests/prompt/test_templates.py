@@ -294,7 +294,7 @@ def test_what_the_end_of_a_long_chat_shows_is_what_all_of_it_shows(
             for short in (True, False):
                 with monkeypatch.context() as patch:
                     if not short:
-                        patch.setattr(probes, "shortened", lambda *_: None)
+                        patch.setattr(probes, "shortened", lambda whole, *_: whole)
                     # A server sees a loop's question before its steps, unless it was just started.
                     new, known = ChatRenderer(tokenizer), ChatRenderer(tokenizer)
                     parts = ((known, chat[:asked]), (known, chat), (new, chat))

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 from rewarm.prompt.chat import Chat
 from rewarm.prompt.messages import REASONING, is_system
-from rewarm.prompt.render.boundaries import MessageEnd
 from rewarm.prompt.render.renderer import Prompt
 from rewarm.values import Miss, Missing, Reason, Tokens
 
@@ -130,17 +129,19 @@ def locate(tokenizer: Any, prompt: Prompt, chat: Chat, position: int) -> Locatio
     if position >= prompt.generation and prompt.generation:
         return Location("generation", role="assistant")
     # They are not always in the order of the messages: a template may move the system prompt.
-    ends = [MessageEnd(-1, "", 0), *sorted(prompt.ends, key=lambda e: e.position)]
-    past = [e for e in ends if e.position <= position][-1]
-    whole = MessageEnd(len(chat.messages) - 1, "", len(prompt.tokens))
-    coming = next((e for e in ends if e.position > position), whole)
+    ends = {-1: 0, **prompt.ends}
+    in_order = sorted(ends, key=lambda message: ends[message])
+    past = [message for message in in_order if ends[message] <= position][-1]
+    after = (message for message in in_order if ends[message] > position)
+    coming = next(after, len(chat.messages) - 1)
+    begin = ends[past]
     # An end is a little early if one token holds the last letters and the text after them.
-    tokens = prompt.tokens[past.position : coming.position + SPARE]
-    text = str(tokenizer.decode(tokens.tolist()))
-    at = len(str(tokenizer.decode(tokens[: position - past.position].tolist())))
+    stop = min((end for end in ends.values() if end > position), default=len(prompt.tokens)) + SPARE
+    text = str(tokenizer.decode(prompt.tokens[begin:stop].tolist()))
+    at = len(str(tokenizer.decode(prompt.tokens[begin:position].tolist())))
     at += len(text[at:]) - len(text[at:].lstrip())  # a space is one token with the word after it
-    pieces = _found(text, _parts(chat, past.index, coming.index))
-    return _nearest(sorted(pieces), at, past.index)
+    pieces = _found(text, _parts(chat, past, coming))
+    return _nearest(sorted(pieces), at, past)
 
 
 def _nearest(pieces: Sequence[_Occurrence], at: int, past: int) -> Location:

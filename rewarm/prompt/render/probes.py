@@ -5,21 +5,21 @@ the chat only, if its text is the same as in the whole chat."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rewarm.values import Message
 
-from ..messages import REASONING
+from ..messages import REASONING, assistant_message, tool_message
 from ..text import common_end, common_text
 
 # The questions share no first character, so that they have only the chat before them in common.
 QUESTION: Message = {"role": "user", "content": "A question?"}
 OTHER: Message = {"role": "user", "content": "1"}
 
-ANSWER: Message = {"role": "assistant", "content": "Yes."}
-THOUGHT: Message = {**ANSWER, **dict.fromkeys(REASONING, "Hm.")}
+ANSWER = assistant_message("Yes.")
+THOUGHT = assistant_message("Yes.", "Hm.")
 
 CALL_ID = "rewarm000"
 """Nine letters or digits, which Mistral's templates require."""
@@ -67,17 +67,10 @@ def in_a_loop(tools: list[Any] | None) -> tuple[ProbeEnding, ...]:
     )
 
 
-def called(tools: list[Any] | None, thought: str | None = None) -> Ending:
+def called(tools: list[Any] | None, thought: str = "") -> Ending:
     name = tool_name(tools[0]) if tools else NAME
-    call = {
-        "id": CALL_ID,
-        "type": "function",
-        "function": {"name": name, "arguments": {}},
-    }
-    message: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    if thought:
-        message |= dict.fromkeys(REASONING, thought)
-    return (message, *results([call], RESULTS[0]))
+    call = {"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": {}}}
+    return (assistant_message("", thought, [call]), *results([call], RESULTS[0]))
 
 
 def tool_name(tool: Any) -> str:
@@ -90,12 +83,7 @@ def tool_name(tool: Any) -> str:
 def results(calls: Iterable[dict[str, Any]], text: str, *, named: bool = False) -> Ending:
     """Make a message with a result for each call."""
     return tuple(
-        {
-            "role": "tool",
-            "tool_call_id": call.get("id") or CALL_ID,
-            **({"name": call["function"]["name"]} if named else {}),
-            "content": text,
-        }
+        tool_message(text, call.get("id") or CALL_ID, call["function"]["name"] if named else None)
         for call in calls
     )
 
@@ -122,11 +110,15 @@ class CommonPlace(NamedTuple):
 
     at: int
     """In characters."""
-    tails: tuple[str, ...]
+    tails: tuple[str, ...] = ()
     """The texts with which the other endings go on from there."""
     goes_with: bool = True
     """The prompt agrees with the other endings as far as they agree with each other: the place does
     not depend on how this prompt goes on."""
+
+
+BEGINNING = CommonPlace(0)
+"""The place where no other is found."""
 
 
 @dataclass(frozen=True)
@@ -145,34 +137,28 @@ class View:
     left_out: int = 0
     """The number of characters that only the whole text has."""
 
-    def as_end_of(self, whole: str, text: str) -> View:
-        """Give the view with its text, which ends as the whole one does."""
-        begins = len(text) - common_end(text, whole)
-        return replace(self, text=text, begins=begins, left_out=len(whole) - len(text))
-
     def of_whole(self, at: int) -> int:
         """Give the same place in the whole text. Raises NotInView."""
         if at < self.begins:
             raise NotInView
         return at + self.left_out
 
-    def common(self, renders: Sequence[str] | None) -> CommonPlace | None:
+    def common(self, renders: Sequence[str]) -> CommonPlace:
         """Find the place up to which the text and these renders are alike. Raises NotInView."""
         if not renders:
-            return None
+            return BEGINNING
         agreed = min(common_text(renders[0], r) for r in renders)
         at = min(agreed, common_text(self.text, renders[0]))
         tails = tuple(r[at : at + TAIL] for r in renders)
         return CommonPlace(self.of_whole(at), tails, goes_with=at == agreed)
 
 
-def shortened(chat: list[Message], system: int, user: int) -> View | None:
-    """Give the end of a chat, without its text; None where little could be left out.
+def shortened(whole: View, system: int, render: Callable[[list[Message]], str | None]) -> View:
+    """Give the end of a chat; the whole where little could be left out, or the template refuses.
 
     A template may treat the first message of a kind in its own way, or every message with the text
     of the last question. So a message of each kind is kept, and every such question."""
-    if len(chat) <= WORTH:
-        return None
+    chat, user = whole.chat, whole.user
     before, after = range(system, user), range(user + 1, len(chat))
     questions = [i for i in before if chat[i]["role"] == "user"]
     steps = [i for i in after if chat[i]["role"] == "assistant"]
@@ -180,9 +166,12 @@ def shortened(chat: list[Message], system: int, user: int) -> View | None:
     first = _latest(chat, before, questions[: max(len(questions) - TURNS + 1, 0)], same)
     last = _latest(chat, after, steps[: max(len(steps) - STEPS + 1, 0)], [])
     kept = [*chat[:system], *chat[first : user + 1], *chat[last:]]
-    if len(kept) + WORTH > len(chat):
-        return None
-    return View(kept, "", system + user - first, has_steps=last == user + 1)
+    text = render(kept) if len(kept) + WORTH <= len(chat) else None
+    if not text:
+        return whole
+    begins = len(text) - common_end(text, whole.text)
+    left_out = len(whole.text) - len(text)
+    return View(kept, text, system + user - first, last == user + 1, begins, left_out)
 
 
 def _latest(chat: list[Message], span: range, starts: list[int], needed: list[int]) -> int:

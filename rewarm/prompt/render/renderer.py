@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -14,12 +14,11 @@ from rewarm.values import Boundary, Message, Tokens
 
 from ..chat import Chat, chat_of
 from ..messages import REASONING
-from ..text import common_text
-from .boundaries import MessageEnd, Places, Rendered
+from .boundaries import Places, Rendered
 from .encoder import Encoder
-from .probes import OTHER, QUESTION, RESULTS, TAIL, results
+from .probes import OTHER, QUESTION, RESULTS, results
 from .tags import Tags
-from .template import Template, TemplateRefusal
+from .template import Template
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,11 @@ class Prompt:
     """The rendered chat. The prompt may be only its beginning. None for a plain text."""
 
     @cached_property
-    def ends(self) -> tuple[MessageEnd, ...]:
-        """The ends of all messages that can be located. This takes a render of the whole chat."""
-        ends = self.rendered.ends if self.rendered is not None else ()
-        return tuple(e for e in ends if e.position <= len(self.tokens))
+    def ends(self) -> dict[int, int]:
+        """The positions of the ends of all messages that can be located, by message. This takes a
+        render of the whole chat."""
+        ends = self.rendered.ends if self.rendered is not None else {}
+        return {i: position for i, position in ends.items() if position <= len(self.tokens)}
 
 
 class ChatRenderer:
@@ -49,8 +49,7 @@ class ChatRenderer:
             tokenizer = TokenizerWrapper(tokenizer)
         self.tokenizer = tokenizer
         self._template = Template(tokenizer)
-        self._encoder = Encoder(tokenizer)
-        self._places = Places()
+        self._rendered = partial(Rendered, self._template, Encoder(tokenizer), Places())
 
     def render(
         self,
@@ -81,15 +80,11 @@ class ChatRenderer:
         continued = chat.continue_final and _is_begun(said)
         if chat.continue_final and not continued:
             said = said[:-1]
-        try:
-            text = self._continued(said, chat) if continued else self._template.render(said, chat)
-        except TemplateRefusal as refusal:
-            raise InvalidPrompt(str(refusal)) from refusal
-        rendered = self._rendered(said, chat, text, continued)
-        boundaries = rendered.boundaries(every_turn=every_turn)
-        marks = rendered.marks(chat.marked, boundaries) if chat.marked else ()
+        text = self._continued(said, chat) if continued else self._template.render(said, chat)
+        rendered = self._rendered(said, chat, text, every_turn, continued)
+        marks = rendered.marks() if chat.marked else ()
         tokens = rendered.encoded.tokens
-        return Prompt(tokens, boundaries, marks, rendered.generation, rendered)
+        return Prompt(tokens, rendered.boundaries, marks, rendered.generation, rendered)
 
     def ahead(self, answered: Chat, *, every_turn: bool = False) -> Prompt | None:
         """Make the beginning of the next turn's prompt, after the answer that ends this chat. None
@@ -100,35 +95,24 @@ class ChatRenderer:
             endings = [results(calls, RESULTS[0]), results(calls, RESULTS[1], named=True)]
         else:
             endings = [(QUESTION,), (OTHER,)]
-        texts = [self._template.attempt([*chat, *ending], answered) for ending in endings]
-        first, other = texts
+        first, other = (self._template.attempt([*chat, *e], answered) for e in endings)
         if first is None or other is None:
             return None
-        at = common_text(first, other)
-        rendered = self._rendered([*chat, *endings[0]], answered, first)
-        tails = (first[at : at + TAIL], other[at : at + TAIL])
-        stop = self._encoder.edge(rendered.encoded, at, tails)
+        rendered = self._rendered([*chat, *endings[0]], answered, first, every_turn)
+        stop = rendered.position(rendered.whole.common([first, other]))
         if not stop:
             return None
-        boundaries = rendered.boundaries(every_turn=every_turn)
-        before = tuple(b for b in boundaries if b.position <= stop)
+        before = tuple(b for b in rendered.boundaries if b.position <= stop)
         return Prompt(rendered.encoded.tokens[:stop], before, (), stop, rendered)
-
-    def _rendered(
-        self, chat: list[Message], context: Chat, text: str, continued: bool = False
-    ) -> Rendered:
-        encoded = self._encoder.encode(text)
-        tools = (self._template, self._encoder, self._places)
-        return Rendered(chat, context, encoded, *tools, continued)
 
     def _continued(self, chat: list[Message], context: Chat) -> str:
         """Render the text up to the end of the last message's content, without what the template
         adds after it."""
-        tags = Tags("".join(m["content"] for m in chat))
+        tags = Tags()
         tagged = self._template.render(tags.tagged(chat, continued=True), context, generation=False)
         text = tags.before_last(tagged)
         if text is None:
-            raise TemplateRefusal(
+            raise InvalidPrompt(
                 "the chat template leaves out the last message, which is to be continued"
             )
         return text

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections import Counter
+from itertools import accumulate
 
 from rewarm.values import Message
 
 
 class Tags:
-    """Tags that occur nowhere in a text."""
+    """Tags that occur in no text, since they are drawn by chance."""
 
-    def __init__(self, text: str) -> None:
-        # Letters and digits only, which no template escapes, trims or splits. They are drawn by
-        # chance, so that no client can write a text that holds them.
+    def __init__(self) -> None:
+        # Letters and digits only, which no template escapes, trims or splits.
         self._mark = f"R{secrets.token_hex(8)}"
-        while self._mark in text:
-            self._mark = f"R{secrets.token_hex(8)}"
         self._pattern = re.compile(f"{self._mark}x([0-9]+)z")
 
     def tagged(self, chat: list[Message], *, begin: bool = False, continued: bool) -> list[Message]:
@@ -37,22 +36,16 @@ class Tags:
     def places(self, rendered: str, text: str, *, whole: bool = True) -> dict[int, int]:
         """Find the places of the tags in the text, in characters, by message. Without `whole`, the
         text is only the beginning of what was rendered."""
-        found: dict[int, list[int]] = {}
         # Texts and the numbers of the tags between them, in turn.
         parts = self._pattern.split(rendered)
-        length = 0
-        for before, index in zip(parts[::2], parts[1::2], strict=False):
-            length += len(before)
-            found.setdefault(int(index), []).append(length)
         untagged = "".join(parts[::2])
         if not untagged.startswith(text) or (whole and untagged != text):
             return {}
+        indices = [int(index) for index in parts[1::2]]
+        found = zip(indices, accumulate(map(len, parts[::2])), strict=False)
         # A tag that is written twice has no place.
-        return {
-            i: places[0]
-            for i, places in sorted(found.items())
-            if len(places) == 1 and places[0] <= len(text)
-        }
+        times = Counter(indices)
+        return {i: at for i, at in sorted(found) if times[i] == 1 and at <= len(text)}
 
     def before_last(self, rendered: str) -> str | None:
         """Give the text that is rendered before the last tag."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property, partial
+from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
+from rewarm.errors import InvalidPrompt
 from rewarm.values import Message
 
 from ..chat import Chat
 from ..messages import rewordings, system_for_developer
 
 WORDS = "Rewarm asks"
-
-
-class TemplateRefusal(Exception):
-    """The template cannot render these messages. The message says why."""
 
 
 class Template:
@@ -27,48 +24,44 @@ class Template:
 
     def render(self, chat: list[Message], context: Chat, *, generation: bool = True) -> str:
         """Render the text of canonical messages, with the tools and options of `context`. Raises
-        TemplateRefusal."""
-        if not getattr(self._tokenizer, "has_chat_template", True):
-            raise TemplateRefusal(
+        InvalidPrompt where the template refuses them."""
+        if not self._tokenizer.has_chat_template:
+            raise InvalidPrompt(
                 "this model has no chat template: use completions, with text or tokens"
             )
         if any(m["role"] == "developer" for m in chat) and not self._takes_developer:
             chat = system_for_developer(chat)
-        refusal: TemplateRefusal | None = None
-        for way in rewordings(chat):
-            if self._wants_parts:
-                way = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in way]
-            try:
-                return self._render(way, context, generation)
-            except TemplateRefusal as error:
-                refusal = refusal or error
-        assert refusal is not None
-        raise refusal
+        try:
+            return self._render(chat, context, generation)
+        except InvalidPrompt:
+            for other in rewordings(chat):
+                with suppress(InvalidPrompt):
+                    return self._render(other, context, generation)
+            raise
 
     def attempt(self, chat: list[Message], context: Chat, *, generation: bool = True) -> str | None:
         """Render a probe; None where the template refuses it."""
         try:
             return self.render(chat, context, generation=generation)
-        except TemplateRefusal:
+        except InvalidPrompt:
             return None
 
     def _render(self, chat: list[Message], context: Chat, generation: bool) -> str:
-        apply: Callable[..., Any] = self._tokenizer.apply_chat_template
-        if context.template:
-            apply = partial(apply, **context.template)
+        if self._wants_parts:
+            chat = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in chat]
+        return self._apply(chat, context, generation)
+
+    def _apply(self, chat: list[Message], context: Chat, generation: bool) -> str:
+        given = {**context.template, "tools": context.tools, "add_generation_prompt": generation}
         try:
-            text = apply(
-                chat, tools=context.tools, add_generation_prompt=generation, tokenize=False
-            )
+            text = self._tokenizer.apply_chat_template(chat, tokenize=False, **given)
         except RecursionError:
-            raise TemplateRefusal("the messages or tools are nested too deeply") from None
+            raise InvalidPrompt("the messages or tools are nested too deeply") from None
         except Exception as error:  # a template may raise any error
             words = str(error).strip() or type(error).__name__
-            raise TemplateRefusal(f"the chat template refuses these messages: {words}") from error
+            raise InvalidPrompt(f"the chat template refuses these messages: {words}") from error
         if not isinstance(text, str):
-            raise TemplateRefusal(
-                f"the chat template gave a {type(text).__name__} instead of a text"
-            )
+            raise InvalidPrompt(f"the chat template gave a {type(text).__name__} instead of a text")
         return text
 
     @cached_property
@@ -87,6 +80,6 @@ class Template:
         if role != "user":
             chat.append({"role": "user", "content": "Hm?"})
         try:
-            return WORDS in self._render(chat, Chat(chat), True)
-        except TemplateRefusal:
+            return WORDS in self._apply(chat, Chat(chat), True)
+        except InvalidPrompt:
             return False

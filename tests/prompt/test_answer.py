@@ -119,17 +119,15 @@ def test_the_first_complete_stop_sequence_ends_the_text_however_it_is_cut(
     expected = text[: min(ends)[0] + min(ends)[1]] if ends else text
     finder = Stops(stops)
     places = [0, *sorted(c for c in cuts if c < len(text)), len(text)]
-    given_out, stop = "", None
+    given_out = ""
     for begin, end in pairwise(places):
-        passed = finder.feed(text[begin:end])
-        given_out += passed.text
-        if passed.stop is not None:
-            stop = passed.stop
+        given_out += finder.feed(text[begin:end])
+        if finder.found is not None:
             break
     else:
         given_out += finder.flush()
     assert given_out == expected
-    assert (stop is not None) == bool(ends)
+    assert (finder.found is not None) == bool(ends)
     assert all(s not in given_out for s in stops)
 
 
@@ -303,7 +301,7 @@ def test_sentencepiece_tokens_that_spell_bytes_come_whole() -> None:
     class Pieces:
         def __init__(self) -> None:
             self.pieces = ["\u2581a", "<0xF0>", "<0x9F>", "<0xA6>", "<0xA9>", "\u2581b", "<e>"]
-            self.eos_token_id, self.chat_template = 6, None
+            self.eos_token_id, self.unk_token_id, self.chat_template = 6, None, None
 
         def __len__(self) -> int:
             return len(self.pieces)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from rewarm.values import Tokens
 
 from ..messages import AnswerParts, Part
-from .readers import PlainReader, Reader, reader_of
+from .readers import Reader, reader_of
 
 LOST = "\ufffd"
 """The character that replaces bytes which are no whole character."""
@@ -37,11 +37,6 @@ class Increment(AnswerParts):
 NOTHING = Increment()
 
 
-class Passed(NamedTuple):
-    text: str
-    stop: str | None = None
-
-
 class Stops:
     """Let text through up to the first stop sequence, which may come in pieces.
 
@@ -51,25 +46,25 @@ class Stops:
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
         self._stops = sorted({s for s in stops if s}, key=len, reverse=True)
-        self._held = ""
+        self._kept_back = ""
+        self.found: str | None = None
 
-    def feed(self, text: str) -> Passed:
-        if not self._stops:
-            return Passed(text)
-        text = self._held + text
+    def feed(self, text: str) -> str:
+        """Give the text that is certain now. It ends where a stop sequence is found."""
+        text = self._kept_back + text
         ends = [(at + len(s), i) for i, s in enumerate(self._stops) if (at := text.find(s)) >= 0]
         if ends:
             end, first = min(ends)
-            stop = self._stops[first]
-            self._held = ""
-            return Passed(text[: end - len(stop)], stop)
-        keep = max(_begun(text, s) for s in self._stops)
-        self._held = text[len(text) - keep :]
-        return Passed(text[: len(text) - keep])
+            self.found = self._stops[first]
+            self._kept_back = ""
+            return text[: end - len(self.found)]
+        certain = len(text) - max((_begun(text, s) for s in self._stops), default=0)
+        self._kept_back = text[certain:]
+        return text[:certain]
 
     def flush(self) -> str:
         """Give the text that was held back because a stop sequence might have begun."""
-        text, self._held = self._held, ""
+        text, self._kept_back = self._kept_back, ""
         return text
 
 
@@ -105,8 +100,7 @@ class Answer(AnswerParts):
         prompt = np.asarray(prompt_tokens, dtype=np.int32)
         self.parts: list[Part] = []
         """The delivered parts in their order; no two neighbours are text, or thinking."""
-        self.stopped_by: str | None = None
-        self._reader: Reader = PlainReader() if raw else reader_of(tokenizer, prompt, tools)
+        self._reader = Reader() if raw else reader_of(tokenizer, prompt, tools)
         self._stops = Stops([stop] if isinstance(stop, str) else stop)
         self.ends = frozenset(tokenizer.eos_token_ids)
         self._tokenizer = tokenizer
@@ -118,6 +112,10 @@ class Answer(AnswerParts):
             for token in self._whole_tail(prompt):
                 self._segment(token)
 
+    @property
+    def stopped_by(self) -> str | None:
+        return self._stops.found
+
     def add(self, token: int) -> Increment:
         """Take a token of the answer. One that ends it adds no text."""
         if self._finished or self.stopped_by is not None or token in self.ends:
@@ -126,10 +124,10 @@ class Answer(AnswerParts):
 
     def finish(self) -> Increment:
         """Give the parts that were held back, once the answer has ended."""
-        if self._finished or self.stopped_by is not None:
-            self._finished = True
-            return NOTHING
+        is_over = self._finished or self.stopped_by is not None
         self._finished = True
+        if is_over:
+            return NOTHING
         parts = self._reader.feed(self._last_segment()) + self._reader.finish()
         return self._take(parts, last=True)
 
@@ -145,20 +143,17 @@ class Answer(AnswerParts):
             elif part.kind == "thinking":
                 thinking += part.text
             else:
-                passed = self._stops.feed(part.text)
-                text += passed.text
-                if passed.stop is not None:
-                    self.stopped_by = passed.stop
+                text += self._stops.feed(part.text)
+                if self.stopped_by is not None:
                     break
-        if last and self.stopped_by is None:
+        if last:
             text += self._stops.flush()
         if self._one_call and calls:
             calls = [] if self.calls else calls[:1]
         return self._delivered(thinking, text, calls)
 
     def _delivered(self, thinking: str, text: str, calls: list[Part]) -> Increment:
-        new = [Part("thinking", thinking)] if thinking else []
-        new += [Part("text", text)] if text else []
+        new = [part for part in (Part("thinking", thinking), Part("text", text)) if part.text]
         for part in new:
             last = self.parts[-1] if self.parts else None
             if last is not None and last.kind == part.kind:

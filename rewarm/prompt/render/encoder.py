@@ -44,9 +44,8 @@ NEAR = 96
 IN_STEP = 4
 """The number of tokens before a place that a short text must have in common with the whole one."""
 
-KEPT_HEADS = 4096
-LONGEST_HEAD = 512
-"""Characters of a text whose common tokens are remembered."""
+KEPT_HEADS = 1024
+"""The number of short texts whose common tokens are remembered."""
 
 _space = re.compile(r"\s*")
 _start, _stop = attrgetter("start"), attrgetter("stop")
@@ -98,7 +97,7 @@ class Encoder:
         self._texts: OrderedDict[str, Encoded] = OrderedDict()
         self._lock = threading.Lock()
         self._encoding = threading.Lock()
-        self._remembered = lru_cache(KEPT_HEADS)(self._common)
+        self._same = lru_cache(KEPT_HEADS)(self._common)
 
     def encode(self, text: str) -> Encoded:
         """Encode a text, beginning at the last anchor that it shares with a known text."""
@@ -181,11 +180,8 @@ class Encoder:
             return None
         return position
 
-    def _same(self, head: str, tails: tuple[str, ...]) -> Tokens:
-        """Give the tokens that a text begins with, whatever follows it."""
-        return (self._remembered if len(head) <= LONGEST_HEAD else self._common)(head, tails)
-
     def _common(self, head: str, tails: tuple[str, ...]) -> Tokens:
+        """Give the tokens that a text begins with, whatever follows it."""
         same = self.tokens(head)
         for tail in (*tails, *FOLLOWERS):
             same = same[: common_tokens(same, self.tokens(head + tail))]

@@ -59,15 +59,11 @@ class ChatRenderer:
         every_turn: bool = False,
         continue_final: bool = False,
         marked: Iterable[int] = (),
-        **template_options: Any,
+        **options: Any,
     ) -> Prompt:
-        """Make the prompt of messages in any spelling, with the options of a `Chat`."""
+        """Make the prompt of messages in any spelling. `options` are those of the template."""
         chat = chat_of(
-            messages,
-            tools,
-            template=template_options,
-            continue_final=continue_final,
-            marked=tuple(marked),
+            messages, tools, template=options, continue_final=continue_final, marked=tuple(marked)
         )
         return self.prompt(chat, every_turn=every_turn)
 
@@ -110,12 +106,7 @@ class ChatRenderer:
         adds after it."""
         tags = Tags()
         tagged = self._template.render(tags.tagged(chat, continued=True), context, generation=False)
-        text = tags.before_last(tagged)
-        if text is None:
-            raise InvalidPrompt(
-                "the chat template leaves out the last message, which is to be continued"
-            )
-        return text
+        return tags.before_last(tagged)
 
 
 def _is_begun(chat: list[Message]) -> bool:

@@ -11,6 +11,7 @@ import secrets
 from collections import Counter
 from itertools import accumulate
 
+from rewarm.errors import InvalidPrompt
 from rewarm.values import Message
 
 
@@ -47,10 +48,15 @@ class Tags:
         times = Counter(indices)
         return {i: at for i, at in sorted(found) if times[i] == 1 and at <= len(text)}
 
-    def before_last(self, rendered: str) -> str | None:
-        """Give the text that is rendered before the last tag."""
+    def before_last(self, rendered: str) -> str:
+        """Give the text that is rendered before the last tag. Raises InvalidPrompt where there is
+        none."""
         parts = self._pattern.split(rendered)
-        return "".join(parts[:-1:2]) if len(parts) > 1 else None
+        if len(parts) == 1:
+            raise InvalidPrompt(
+                "the chat template leaves out the last message, which is to be continued"
+            )
+        return "".join(parts[:-1:2])
 
     def _tag(self, index: int) -> str:
         return f"{self._mark}x{index}z"

@@ -6,24 +6,14 @@ from typing import TYPE_CHECKING, Any
 from rewarm.accel import before_mlx
 
 if TYPE_CHECKING:
-    from rewarm.cache import PrefixCache, layer_kinds
-    from rewarm.errors import RewarmError
-    from rewarm.loading import load
-    from rewarm.session import Session
-    from rewarm.values import Boundary
+    from rewarm.cache import PrefixCache as PrefixCache
+    from rewarm.cache import layer_kinds as layer_kinds
+    from rewarm.errors import RewarmError as RewarmError
+    from rewarm.loading import load as load
+    from rewarm.session import Session as Session
+    from rewarm.values import Boundary as Boundary
 
 before_mlx.watch()
-
-__version__ = "0.1.0"
-__all__ = [
-    "Boundary",
-    "PrefixCache",
-    "RewarmError",
-    "Session",
-    "__version__",
-    "layer_kinds",
-    "load",
-]
 
 _HOMES = {
     "Boundary": "rewarm.values",
@@ -33,6 +23,9 @@ _HOMES = {
     "layer_kinds": "rewarm.cache",
     "load": "rewarm.loading",
 }
+
+__version__ = "0.1.0"
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

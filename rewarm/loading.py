@@ -15,10 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx_lm
-from mlx_lm.utils import (  # type: ignore[attr-defined]
-    DEFAULT_ALLOW_PATTERNS,
-    snapshot_download,  # from Hugging Face, or from ModelScope if mlx-lm is set to it
-)
+from mlx_lm.utils import _download
 from transformers import PreTrainedConfig
 
 from rewarm import accel
@@ -49,13 +46,6 @@ class LoadedModel(NamedTuple):
     tokenizer: Any
 
 
-class Weights(NamedTuple):
-    """The number and the size of weights, as the headers of their files give them."""
-
-    tensors: int
-    nbytes: int
-
-
 def load(
     model: str | Path = BUILT_IN,
     *,
@@ -80,7 +70,13 @@ def load(
         raise InvalidOption(f"adapter_path={adapter_path!r} is not a folder")
     if trust_remote_code and not built_in:
         options["tokenizer_config"] = {"trust_remote_code": True}
-    folder = _folder(model, options.get("revision"))
+    try:
+        # It is a folder, or comes from Hugging Face, or from ModelScope if mlx-lm is set to it.
+        folder = _download(str(model), options.get("revision"))
+    except Exception as error:
+        raise CannotLoad(
+            f"{model} cannot be had: {_reason(error)}. Look whether the id is right"
+        ) from error
     _check_folder(folder, options.get("model_config") or {})
     try:
         loaded = LoadedModel(*mlx_lm.load(str(folder), adapter_path=adapter_path, **options)[:2])
@@ -101,19 +97,6 @@ def load(
     return loaded
 
 
-def _folder(model: str | Path, revision: str | None) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
-    try:
-        return Path(
-            snapshot_download(model, revision=revision, allow_patterns=DEFAULT_ALLOW_PATTERNS)
-        )
-    except Exception as error:
-        raise CannotLoad(
-            f"{model} cannot be had: {_reason(error)}. Look whether the id is right"
-        ) from error
-
-
 def _reason(error: Exception) -> str:
     """Give an error's text in one line, with the error's name: some texts are only one word."""
     text = " ".join(str(error).split())
@@ -128,15 +111,15 @@ def _check_folder(folder: Path, overrides: Mapping[str, Any]) -> None:
     `overrides` replace values of the config, as in mlx-lm."""
     config = {**_config(folder), **overrides}
     weights = _weights(folder)
-    most = max(device_bytes(), machine_bytes())
-    if weights.nbytes > most:
+    nbytes, most = sum(weights.values()), max(device_bytes(), machine_bytes())
+    if nbytes > most:
         raise CannotLoad(
-            f"the weights in {folder} take {weights.nbytes / 1e9:,.1f} GB, and this machine has "
+            f"the weights in {folder} take {nbytes / 1e9:,.1f} GB, and this machine has "
             f"{most / 1e9:,.1f} GB of memory: choose a smaller model, or one with fewer bits"
         )
     nested = (config.get(name) for name in TEXT_CONFIGS)
     text = next((part for part in nested if isinstance(part, dict)), config)
-    _check_sizes(folder / "config.json", text, weights.tensors)
+    _check_sizes(folder / "config.json", text, len(weights))
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
         raise CannotLoad(f"{folder} has no tokenizer, such as tokenizer.json: {COMPLETE}")
 
@@ -156,14 +139,15 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _weights(folder: Path) -> Weights:
-    files = [_weights_in(path) for path in sorted(folder.glob(WEIGHTS))]
+def _weights(folder: Path) -> dict[str, int]:
+    """Give the bytes of each weight, as the headers of the files tell them."""
+    files = sorted(folder.glob(WEIGHTS))
     if not files:
         raise CannotLoad(f"{folder} has no weights ({WEIGHTS}): {COMPLETE}")
-    return Weights(sum(w.tensors for w in files), sum(w.nbytes for w in files))
+    return {name: nbytes for path in files for name, nbytes in _weights_in(path).items()}
 
 
-def _weights_in(path: Path) -> Weights:
+def _weights_in(path: Path) -> dict[str, int]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -172,12 +156,13 @@ def _weights_in(path: Path) -> Weights:
                 raise ValueError("it has no header of a safetensors file")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-        if size < 8 + length + end:
-            raise ValueError(f"it has {size:,} of {8 + length + end:,} bytes")
+        spans = {name: tensor["data_offsets"] for name, tensor in header.items()}
+        end = 8 + length + max((stop for _, stop in spans.values()), default=0)
+        if size < end:
+            raise ValueError(f"it has {size:,} of {end:,} bytes")
+        return {name: stop - start for name, (start, stop) in spans.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CannotLoad(f"{path} cannot be read ({error}): get it again") from error
-    return Weights(len(header), end)
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any], tensors: int) -> None:

@@ -24,28 +24,16 @@ LEAST_CHUNK = 16
 """The shortest chunk, in tokens."""
 
 TAKEN_BY_RENDERING = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final",
-        "continue_final_message",
-        "conversation",
-        "every_turn",
-        "marked",
-        "marks",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
+    (
+        # What is rendered.
+        *("self", "messages", "conversation", "tools", "chat_template", "add_generation_prompt"),
+        *("continue_final", "continue_final_message", "every_turn", "marked", "marks"),
+        # How it becomes tokens.
+        *("tokenize", "tokenizer_kwargs", "sanitize_control_tokens"),
+        *("padding", "truncation", "max_length"),
+        # What is returned.
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    )
 )
 """Arguments of `apply_chat_template`, above all the template itself, and of `ChatRenderer`."""
 

@@ -30,12 +30,10 @@ def private_folder(path: Path) -> Path:
     and `OSError` where no folder can be made."""
     folder = _walk(Path(path).absolute())
     found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     _check_owner(folder, found)
+    is_empty = not os.listdir(folder)  # raises an error where it is a file
     if not _others_may_write(found):
         return folder
-    is_empty = not os.listdir(folder)
     if is_empty:
         folder.chmod(0o700)
     if not is_empty or os.listdir(folder):  # another user may have been faster than the new mode
@@ -88,9 +86,8 @@ def _walk(path: Path) -> Path:
                 "Choose another folder"
             )
         target = Path(os.readlink(step))
-        if target.is_absolute():
-            at = Path(target.anchor)
-        left += [part for part in target.parts[::-1] if part != target.anchor]
+        at /= target.anchor  # the root, where the link is absolute
+        left += target.relative_to(target.anchor).parts[::-1]
     return at
 
 

@@ -103,18 +103,16 @@ def _normalised(message: Any, where: str) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidPrompt(f"{where}.role is {role!r}: give a role such as user or assistant")
-    clean = {k: v for k, v in message.items() if k not in REASONING and k != "tool_calls"}
     if role == "user" and message.get("content") is None:
         raise InvalidPrompt(f"{where}.content is missing: a message of the user needs a text")
-    clean["content"] = _text(message.get("content"), f"{where}.content")
-    thinking = next((message[name] for name in REASONING if message.get(name)), None)
-    if thinking is not None:
-        if not isinstance(thinking, str):
-            raise InvalidPrompt(f"{where}.reasoning_content is not a text")
-        clean |= dict.fromkeys(REASONING, thinking)
-    if message.get("tool_calls"):
-        clean["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
-    return clean
+    text = _text(message.get("content"), f"{where}.content")
+    thinking = next((message[name] for name in REASONING if message.get(name)), "")
+    if not isinstance(thinking, str):
+        raise InvalidPrompt(f"{where}.reasoning_content is not a text")
+    calls = message.get("tool_calls") or ()
+    _check_calls(calls, f"{where}.tool_calls")
+    more = {k: v for k, v in message.items() if k not in REASONING and k != "tool_calls"}
+    return {**more, **assistant_message(text, thinking, calls), "role": role}
 
 
 def _text(content: Any, where: str) -> str:
@@ -138,16 +136,13 @@ def _text(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _check_calls(calls: Any, where: str) -> None:
     if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
         raise InvalidPrompt(f"{where} is a {type(calls).__name__}: give a list of calls")
-    clean = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidPrompt(f"{where}[{i}] needs a function with a name")
-        clean.append(_call(call))
-    return clean
 
 
 def _call(call: Mapping[str, Any]) -> Call:

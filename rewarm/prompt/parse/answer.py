@@ -19,7 +19,7 @@ LOST = "\ufffd"
 SPELLINGS = (LOST, "ï¿½", "<0xEF><0xBF><0xBD>")
 """The spellings of that character in vocabularies: its text, or its three bytes."""
 
-TAIL = 8
+TAIL = 16
 """Tokens at the end of a prompt among which a whole character is looked for."""
 
 
@@ -107,9 +107,9 @@ class Answer(AnswerParts):
         self._detokenizer = tokenizer.detokenizer
         self._finished = False
         self._one_call = one_call
-        if raw or continued:
+        if (raw or continued) and self._shows_text(prompt[-TAIL:].tolist()):
             # Detokenizers drop a space at the very beginning.
-            for token in self._whole_tail(prompt):
+            for token in tokenizer.encode("a", add_special_tokens=False):
                 self._segment(token)
 
     @property
@@ -191,19 +191,8 @@ class Answer(AnswerParts):
             return False
         return "".join(t or "" for t in tokens).endswith(SPELLINGS)
 
-    def _whole_tail(self, prompt: Tokens) -> list[int]:
-        """Find tokens near the prompt's end that are whole characters and do not end with a space:
-        a detokenizer holds nothing of them back."""
-        for stop in range(len(prompt), max(len(prompt) - TAIL, 0), -1):
-            for begin in range(stop - 1, max(stop - TAIL, 0) - 1, -1):
-                tail: list[int] = prompt[begin:stop].tolist()
-                text = self._decoded(tail)
-                if text and not text.startswith(LOST) and not text.endswith((LOST, " ")):
-                    return tail
-        return []
-
-    def _decoded(self, tokens: list[int]) -> str:
+    def _shows_text(self, tokens: list[int]) -> bool:
         try:
-            return str(self._tokenizer.decode(tokens))
+            return bool(self._tokenizer.decode(tokens).strip(f" {LOST}"))
         except Exception:  # tokens that the tokenizer does not know
-            return ""
+            return False

@@ -12,17 +12,14 @@ BLOCK = 4096
 def common_text(a: str, b: str) -> int:
     """Count the characters that two texts have in common at their beginning."""
     most = min(len(a), len(b))
-    low = 0
-    while low < most and a[low : low + BLOCK] == b[low : low + BLOCK]:
-        low += BLOCK
-    high = min(low + BLOCK, most)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
+    same, step = 0, BLOCK
+    while step:
+        end = same + step
+        if end <= most and a[same:end] == b[same:end]:
+            same = end
         else:
-            high = middle - 1
-    return min(low, most)
+            step //= 2
+    return same
 
 
 def common_end(a: str, b: str) -> int:

@@ -175,7 +175,8 @@ class Rendered:
         def probed() -> FoundPlaces:
             return FoundPlaces(self.whole.common(self._probe(chat, probes.BEFORE_A_QUESTION)))
 
-        position = self.position(self._remembered("system", chat, probed).system)
+        about = ("system", chat, self.context.tools, self.context.template)
+        position = self.position(self.places.remembered(about, self.text, probed).system)
         # With nothing before the chat but the header of its first message, there is no such end.
         alone = not (chat or self.context.tools) and position < 2 * APART
         return 0 if alone else position
@@ -185,15 +186,8 @@ class Rendered:
         # The end of a view without all steps says nothing about the places of the question.
         view = self.view if self.view.has_steps else self.whole
         asked = self.chat[: self.user + 1]
-        what = f"question {self.every_turn}"
-        return self._remembered(what, asked, lambda: self._seen(view, self._probed))
-
-    def _remembered(
-        self, what: str, chat: list[Message], find: Callable[[], FoundPlaces]
-    ) -> FoundPlaces:
-        """Find places that a beginning of the chat decides, or give the remembered ones."""
-        about = repr((what, chat, self.context.tools, self.context.template))
-        return self.places.remembered(hash(about), self.text, find)
+        about = (self.every_turn, asked, self.context.tools, self.context.template)
+        return self.places.remembered(about, self.text, lambda: self._seen(view, self._probed))
 
     def _probed(self, view: View) -> FoundPlaces:
         before, asked = view.chat[: view.user], view.chat[: view.user + 1]
@@ -258,8 +252,9 @@ class Places:
         self._known: OrderedDict[int, tuple[int, FoundPlaces]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def remembered(self, key: int, text: str, find: Callable[[], FoundPlaces]) -> FoundPlaces:
-        """Give the places of a chat with this text, found or remembered."""
+    def remembered(self, about: object, text: str, find: Callable[[], FoundPlaces]) -> FoundPlaces:
+        """Give the places in a text, found or remembered. `about` is all that decides them."""
+        key = hash(repr(about))
         with self._lock:
             beginning, places = self._known.get(key, (0, None))
         # A template may write the date, so that the remembered text is yesterday's.

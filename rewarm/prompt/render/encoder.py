@@ -209,7 +209,9 @@ def _anchor_tokens(tokenizer: Any) -> dict[str, int]:
     added = getattr(tokenizer, "added_tokens_decoder", None)
     if backend is None or not added:
         return {}
-    plain = _is_identity(backend.normalizer)
+    normalizer = backend.normalizer
+    # A tokenizer without a normalizer may have an empty sequence of them.
+    plain = normalizer is None or '"normalizers":[]' in str(normalizer.__getstate__())
     return {
         token.content: number
         for number, token in added.items()
@@ -220,9 +222,3 @@ def _anchor_tokens(tokenizer: Any) -> dict[str, int]:
         # A token that ordinary text may give too (a run of spaces) is no anchor.
         and (token.special or backend.model.token_to_id(token.content) is None)
     }
-
-
-def _is_identity(normalizer: Any) -> bool:
-    if normalizer is None:
-        return True
-    return '"normalizers":[]' in str(getattr(normalizer, "__getstate__", lambda: b"")())

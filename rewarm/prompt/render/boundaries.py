@@ -236,7 +236,7 @@ class Rendered:
         roles = [m["role"] for m in self.chat]
         kinds: dict[int, Kind] = {self.user: "user", self.user - 1: "turn"}
         for i, position in self.ends.items():
-            turns = roles[i] == "user" or (i + 1 < len(roles) and roles[i + 1] == "user")
+            turns = "user" in roles[i : i + 2]
             if turns and self.system <= i <= self.user and position <= proven:
                 yield Boundary(position, kinds.get(i))
 

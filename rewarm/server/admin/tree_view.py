@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rewarm.cache import PrefixCache
 from rewarm.cache.views.survey import BYTES, COLUMNS, KINDS, SUMMED, Survey
 from rewarm.generate.why.labels import Label, Labels, MessageStart

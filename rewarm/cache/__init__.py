@@ -2,7 +2,6 @@
 
 from . import layer_kinds
 from .lease import Lease
-from .placement import Point, Shape
 from .prefix import PrefixCache
 from .retention import LRU, Retention, WorkPerByte
 from .views.stats import Stats
@@ -10,10 +9,8 @@ from .views.stats import Stats
 __all__ = [
     "LRU",
     "Lease",
-    "Point",
     "PrefixCache",
     "Retention",
-    "Shape",
     "Stats",
     "WorkPerByte",
     "layer_kinds",

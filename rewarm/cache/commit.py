@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from rewarm.values import Kind, Origin
 
-from .cuts import APART
 from .layout import Layout
 from .lease import Lease
 from .memory import SPARE_BUFFERS, Memory
-from .placement import WEIGHTS
+from .placement import APART, WEIGHTS
 from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, agreement
 
 

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,6 @@ from rewarm.values import Boundary, Namespace, Tokens
 
 from .binding import Binding
 from .commit import Committer
-from .cuts import Divider
 from .find import Query
 from .identity import Description
 from .layout import Layout
@@ -28,6 +26,7 @@ from .ledger import Ledger
 from .memory import Memory, auto_size, most_buffers
 from .model import MakeCaches, cache_maker, vocabulary_size
 from .pins import Pin
+from .placement import Divider
 from .positions import FAR, position_limit
 from .restore import Restorer
 from .tiers.base import Tier
@@ -80,12 +79,7 @@ class CacheCore:
         if not self.layout.reusable:
             what = ", ".join(self.layout.unknown) or "no layer"
             log.warning("reuse is off for %s: %s cannot be captured", type(model).__name__, what)
-        self._divider = Divider(
-            reuse,
-            self.chunk,
-            checkpoints=self.layout.has_state or self.layout.has_window,
-        )
-        self._find_limit()
+        self._divide()
         self._binding = Binding(
             model,
             self.blank,
@@ -193,7 +187,7 @@ class CacheCore:
         if self._lower.lanes:
             namespace = self._binding.identified(self._binding.describe())
         with self._entered():
-            self._find_limit()
+            self._divide()
             if namespace is None:
                 self._binding.start_anew()
                 self.memory.forget()
@@ -227,12 +221,14 @@ class CacheCore:
         cuts = self._divider.grid(len(prompt), boundaries)
         return Query(self.namespace(salt), encode(prompt), cuts, self.layout, self.reuse)
 
-    def _find_limit(self) -> None:
+    def _divide(self) -> None:
+        """Divide prompts for the model as it is now."""
         # In `exact` a chunk is reused only where it and all before it lie between the prompt's own
         # cuts. A cold run would compute its rows with the same calls, so no limit is needed.
         stores = self.reuse == "fast" and self.layout.reusable
         limit = position_limit(self.model) if stores else FAR
-        self._divider = replace(self._divider, limit=limit)
+        checkpoints = self.layout.has_state or self.layout.has_window
+        self._divider = Divider(self.reuse, self.chunk, checkpoints, limit)
 
     def _release(self, pin: Pin) -> None:
         with self._lock:

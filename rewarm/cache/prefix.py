@@ -20,7 +20,6 @@ from .core import CacheCore, budget_of
 from .find import Query, ResumePoint, find
 from .lease import Lease
 from .model import checked_tokens
-from .placement import Shape
 from .restore import known_below, match_with
 from .tiers.base import Found
 from .tiers.fetch import Fetch, Worth
@@ -168,8 +167,7 @@ class PrefixCache(CacheCore):
                 found = known_below(found, below) if below is not None else found
             found, caches = self._restorer.restored(found, tree, query, headroom)
             restored = time.perf_counter()
-            shape = Shape(len(prompt) - 1, found.at, found.junction, boundaries, marks)
-            cuts = self._divider.cuts(shape, list(query.cuts))
+            cuts = self._divider.cuts(query, found, boundaries, marks)
             miss = self._why(found.match, tree, query, below) if not warm else None
             now = self.memory.clock
             pin = self.memory.pins.take(tree, found.node, found.at, warm=warm, hint=hint, now=now)

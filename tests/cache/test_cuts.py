@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewarm.cache.cuts import APART, chunks, grid
+from rewarm.cache.placement import APART, chunks, grid
 
 positions = st.lists(st.integers(1, 600), max_size=12)
 

@@ -12,7 +12,7 @@ import pytest
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.payload import Rows
-from rewarm.cache.placement import Point, Shape, points
+from rewarm.cache.placement import SPARSE, Point, points
 from rewarm.errors import BrokenInvariant, InvalidOption
 from rewarm.values import Boundary
 from tests import zoo
@@ -223,8 +223,8 @@ def test_checkpoints_are_taken_at_boundaries_and_marks() -> None:
 
 
 def test_points_closer_than_a_few_tokens_are_one_and_the_end_is_its_own() -> None:
-    ends = [Boundary(50, "turn"), Boundary(53, "user"), Boundary(97, "user")]
-    assert points(Shape(stop=100, boundaries=ends), sparse=1000) == [
+    ends = [Point(50, "turn"), Point(53, "user"), Point(97, "user")]
+    assert points(0, 100, ends) == [
         Point(50, "turn"),
         Point(97, "user"),
         Point(100, "end"),
@@ -232,11 +232,10 @@ def test_points_closer_than_a_few_tokens_are_one_and_the_end_is_its_own() -> Non
 
 
 def test_a_long_prompt_has_sparse_points_and_none_before_the_resume_point() -> None:
-    shape = Shape(stop=420, resume=150, boundaries=[Boundary(90, "system")])
-    assert points(shape, sparse=100) == [
-        Point(250, "sparse"),
-        Point(350, "sparse"),
-        Point(420, "end"),
+    assert points(150, 20_000, [Point(90, "system")]) == [
+        Point(150 + SPARSE, "sparse"),
+        Point(150 + 2 * SPARSE, "sparse"),
+        Point(20_000, "end"),
     ]
 
 

@@ -1,7 +1,7 @@
 """The prefix cache: a tree of prompt state that a model can resume from."""
 
 from . import layer_kinds
-from .lease import Lease
+from .pins import Lease
 from .prefix import PrefixCache
 from .retention import LRU, Retention, WorkPerByte
 from .views.stats import Stats

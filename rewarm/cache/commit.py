@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rewarm.values import Kind, Origin
 
 from .layout import Layout
-from .lease import Lease
 from .memory import SPARE_BUFFERS, Memory
+from .pins import Lease
 from .placement import APART, WEIGHTS
-from .tree import NODE_BYTES, WIDTH, Checkpoint, Node, agreement
+from .tree import NODE_BYTES, WIDTH, Checkpoint, agreement
 
 
 @dataclass
@@ -21,8 +20,6 @@ class Committer:
 
     layout: Layout
     memory: Memory
-    on_change: Callable[[Node], None] = lambda node: None
-    """It is called with each node that is new or holds something new."""
 
     def commit(self, lease: Lease, stop: int, origin: Origin, kind: Kind | None) -> None:
         if not stop:
@@ -73,7 +70,7 @@ class Committer:
         taken = Checkpoint(kind, state, self.memory.clock, hint=lease.hint, warm=lease.warm)
         self.memory.ledger.put_checkpoint(node, taken)
         lease.pin.hold(taken)
-        self.on_change(node)
+        self.memory.lower.changed(node)
 
     def _grow(self, lease: Lease, stop: int, origin: Origin) -> None:
         """Add a leaf for the tokens from `lease.stored` to `stop`, or the part that fits."""
@@ -111,7 +108,7 @@ class Committer:
         above, key = pin.node, lease.data[start * WIDTH : stop * WIDTH]
         node = self.memory.grow(pin, key, origin, rows, window)
         node.warm, node.waits = lease.warm, lease.warm and above.waits
-        self.on_change(node)
+        self.memory.lower.changed(node)
         lease.stored = stop
         if layout.has_state and self._is_last_that_fits(lease, cost(stop - start)[0]):
             # The model cannot resume from rows alone: take a checkpoint while there is room.
@@ -152,7 +149,7 @@ class Committer:
             if self._make_room(lease, packing.nbytes(tokens), packing.buffers(tokens)):
                 window = self.layout.pack("window", lease.caches, first, node.end)
                 self.memory.ledger.put_window(node, window)
-                self.on_change(node)
+                self.memory.lower.changed(node)
 
     def _split(self, lease: Lease, at: int) -> bool:
         """Split the lease's deepest node; the lease then holds the upper half."""

@@ -89,14 +89,12 @@ class CacheCore:
             chunk=self.chunk,
         )
         ledger = Ledger(budget_of(memory), max_buffers or most_buffers())
-        self.memory = Memory(
-            self.layout, ledger, retention or WorkPerByte(), chunked=reuse == "exact"
-        )
-        self._lower = Lower(self.layout, self.memory.pins)
-        self.memory.offer = self._lower.evicting
-        self._committer = Committer(self.layout, self.memory, self._lower.changed)
+        policy = retention or WorkPerByte()
+        self._lower = Lower(self.layout)
+        self.memory = Memory(self.layout, ledger, policy, self._lower, chunked=reuse == "exact")
+        self._committer = Committer(self.layout, self.memory)
         self._promoter = Promoter(self.layout, self.memory)
-        self._restorer = Restorer(self.layout, self.blank, self.memory, self._lower)
+        self._restorer = Restorer(self.layout, self.blank, self.memory)
         self._lock = threading.RLock()
         self._closed = False
         self._owned = False
@@ -106,7 +104,7 @@ class CacheCore:
         self._attaching: threading.Thread | None = None
         # A cache that is dropped without `close` frees its arrays at once, too. No part may refer
         # to the cache: it would outlive its last user.
-        weakref.finalize(self, _let_go, self.memory, self._lower).atexit = False
+        weakref.finalize(self, _let_go, self.memory).atexit = False
         if attach:
             self.attach()
 
@@ -164,7 +162,7 @@ class CacheCore:
             namespace,
             model=getattr(self.model, "rewarm_source", type(self.model).__module__),
             grid=f"exact {self.chunk}" if self.reuse == "exact" else "fast",
-            in_use=partial(bool, self.memory.pins.held),
+            in_use=partial(bool, self.memory.pins.live),
         )
         return [disk, *self._unopened]
 
@@ -247,7 +245,7 @@ def budget_of(memory: int | str) -> int:
     return parse_size(memory) if memory != "auto" else auto_size()
 
 
-def _let_go(memory: Memory, lower: Lower) -> None:
+def _let_go(memory: Memory) -> None:
     memory.forget()
-    for lane in lower.lanes:
+    for lane in memory.lower.lanes:
         lane.stop()

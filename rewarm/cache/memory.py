@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +16,9 @@ from .layout import Layout
 from .ledger import Held, Ledger
 from .pins import Pin, Pins
 from .retention import Evictor
+from .tiers.lower import Lower
 from .tree import NODE_BYTES, ChunkTree, Node, Payload, Tree
 from .worth import Appraiser, Item, Retention
-
-log = logging.getLogger("rewarm")
 
 AUTO_SHARE = 0.4
 """A cache's share of the memory that is free once the model is loaded; running requests need the
@@ -37,8 +34,12 @@ SPARE_BUFFERS = 4
 class Memory:
     """The trees of one cache, with its ledger, pins and evictor. Use it under the cache's lock."""
 
-    def __init__(self, layout: Layout, ledger: Ledger, policy: Retention, *, chunked: bool) -> None:
+    def __init__(
+        self, layout: Layout, ledger: Ledger, policy: Retention, lower: Lower, *, chunked: bool
+    ) -> None:
         self.ledger = ledger
+        self.lower = lower
+        """The tiers below. They are told what changes here."""
         self.trees: dict[Namespace, Tree] = {}
         self.pins = Pins()
         self.evicted = EvictedIndex()
@@ -51,8 +52,6 @@ class Memory:
             Appraiser(layout.longest_window, layout.has_state),
             on_evict=self._evicting,
         )
-        self.offer: Callable[[Item], None] | None = None
-        """It is called with each item that is about to be evicted, to store it elsewhere."""
         self._tree_kind = ChunkTree if chunked else Tree
         self._most = MOST_EMPTY
         self._resumable = not layout.has_state
@@ -64,7 +63,7 @@ class Memory:
         found = self.trees.get(namespace) or self._tree_kind(namespace)
         if keep and namespace not in self.trees:
             if len(self.trees) >= self._most:
-                used = {pin.tree for pin in self.pins.held}
+                used = {pin.tree for pin in self.pins.live}
                 kept = {n: t for n, t in self.trees.items() if t.root.children or t in used}
                 self.trees = kept
                 self._most = 2 * len(kept) + MOST_EMPTY
@@ -82,7 +81,7 @@ class Memory:
         self.trees = {tree.namespace: tree for tree in self.trees.values()}
 
     def forget(self) -> None:
-        """Free at once what all trees hold, and start with none."""
+        """Free at once what all trees hold. Lower tiers keep what they have."""
         self.pins.forget()
         for tree in self.trees.values():
             tree.clear()
@@ -124,23 +123,20 @@ class Memory:
         pin.down(node)
         return node
 
-    def discard(self, tree: Tree, node: Node) -> list[Node]:
-        """Remove a node and all below it. Returns them; an empty list where one is in use."""
+    def discard(self, tree: Tree, node: Node) -> bool:
+        """Remove a node and all below it. Returns False where one of them is in use."""
         below = node.subtree()
         if any(n.pins or (n.checkpoint and n.checkpoint.pins) for n in below):
-            return []
+            return False
         for each in reversed(below):
             self.ledger.count(each, -1)
             tree.remove(each)
-        return below
+            self.lower.gone(each)
+        return True
 
     def _evicting(self, item: Item) -> None:
         self.evicted.note(item, resumable=self._resumable)
-        try:
-            if self.offer is not None:
-                self.offer(item)
-        except Exception:
-            log.exception("something evicted could not be offered to a lower tier")
+        self.lower.evicting(item)
 
 
 def auto_size() -> int:

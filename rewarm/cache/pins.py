@@ -1,21 +1,32 @@
-"""Pins keep paths in use from being evicted."""
+"""Leases, and the pins that keep paths in use from being evicted."""
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from .tree import Checkpoint, Node, Tree
+import numpy as np
+
+from rewarm.values import Cost, Cut, Tokens
+
+from .find import ResumePoint
+from .tree import Checkpoint, Node, Tree, encode
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from .prefix import PrefixCache
 
 
 @dataclass(eq=False)
 class Pin:
-    """Keeps a path, and the checkpoints it restored or took, from being evicted."""
+    """Keeps a path, and the checkpoints it restored or took, from being evicted until `drop`."""
 
     tree: Tree
     node: Node
     checkpoints: list[Checkpoint] = field(default_factory=list)
-    live: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -23,14 +34,11 @@ class Pin:
         payloads = [p for node in self.node.path() for p in (node.rows, node.window)]
         return sum(p.nbytes for p in (*payloads, *self.checkpoints) if p is not None)
 
-    def take(self) -> None:
+    def __post_init__(self) -> None:
         for node in self.node.path():
             node.pins += 1
 
     def drop(self) -> None:
-        if not self.live:
-            return
-        self.live = False
         for node in self.node.path():
             node.pins -= 1
         for checkpoint in self.checkpoints:
@@ -59,7 +67,8 @@ class Pins:
     """All pins of a cache, and the numbers of its hits and misses."""
 
     def __init__(self) -> None:
-        self.held: set[Pin] = set()
+        self.live: set[Pin] = set()
+        """The pins that are not dropped yet, of trees that are still there."""
         self.dropped: deque[Pin] = deque()
         """Pins of leases and fetches that nothing refers to any more. A finalizer may run at any
         moment in any thread, so it only adds the pin here."""
@@ -68,16 +77,13 @@ class Pins:
     def hold(self, tree: Tree, node: Node) -> Pin:
         """Pin a path without refreshing it."""
         pin = Pin(tree, node)
-        pin.take()
-        self.held.add(pin)
+        self.live.add(pin)
         return pin
 
-    def take(
-        self, tree: Tree, node: Node, resume: int, *, warm: bool, hint: float, now: int
-    ) -> Pin:
+    def take(self, tree: Tree, found: ResumePoint, now: int, *, warm: bool, hint: float) -> Pin:
         """Pin the path of a match, and refresh only what the match uses."""
-        pin = self.hold(tree, node)
-        if node.checkpoint is not None and resume == node.end:
+        node, pin = found.node, self.hold(tree, found.node)
+        if node.checkpoint is not None and found.at == node.end:
             pin.hold(node.checkpoint)
         if warm:
             return pin
@@ -86,17 +92,75 @@ class Pins:
         for checkpoint in pin.checkpoints:
             checkpoint.touch(now)
             checkpoint.hint = max(checkpoint.hint, hint)
-        self.hits += resume > 0
-        self.misses += resume == 0
+        self.hits += found.at > 0
+        self.misses += found.at == 0
         return pin
 
     def drop(self, pin: Pin) -> None:
-        pin.drop()
-        self.held.discard(pin)
+        if pin in self.live:
+            self.live.remove(pin)
+            pin.drop()
 
     def forget(self) -> None:
         """Drop all pins of trees that are gone: there is nothing left to unpin."""
-        for pin in self.held:
-            pin.live = False
+        for pin in self.live:
             pin.checkpoints.clear()
-        self.held.clear()
+        self.live.clear()
+
+
+class Lease:
+    """A running request's hold on its path, and the caches it computes with.
+
+    Prefill goes through `cuts`: compute up to each, then `cache.commit(lease, cut.stop,
+    checkpoint=cut.checkpoint)`. The path is unpinned when the lease ends in any way: by `release`,
+    at the end of its `with` block, or when nothing refers to it any more.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        tokens: Tokens,
+        caches: list[Any],
+        pin: Pin,
+        cuts: list[Cut],
+        cost: Cost,
+        *,
+        warm: bool,
+        hint: float,
+    ) -> None:
+        self.cache = cache
+        self.tokens = tokens
+        self.data = encode(tokens)
+        self.caches = caches
+        self.logits: mx.array | None = None
+        """The logits after the last token, where prefill computed that, too."""
+        self.cost = cost
+        """The match, and what it took to find and restore it."""
+        self.position = cost.match.resume
+        self.stored = cost.match.resume
+        """The position up to which the tree holds this path for the lease."""
+        self.stopped_storing = False
+        """True once something did not fit or failed: nothing after it can be stored either."""
+        self.cuts = cuts
+        self.pin = pin
+        self.hint = hint
+        self.warm = warm
+        """True for warm-ahead: no request has asked for this yet, and it evicts only warm-ahead."""
+        # The finalizer may run at any moment in any thread, so it only notes the pin.
+        self._finalizer = weakref.finalize(self, cache.memory.pins.dropped.append, pin)
+
+    def extend(self, tokens: list[int] | Tokens) -> None:
+        """Add tokens that were decoded after the prompt."""
+        more = np.asarray(tokens, dtype=np.int32)
+        self.tokens = np.concatenate([self.tokens, more])
+        self.data += encode(more)
+
+    def release(self) -> None:
+        if self._finalizer.detach() is not None:
+            self.cache._release(self.pin)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

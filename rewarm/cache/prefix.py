@@ -18,8 +18,8 @@ from rewarm.values import Boundary, Cost, Kind, Match, Miss, Origin
 
 from .core import CacheCore, budget_of
 from .find import Query, ResumePoint, find
-from .lease import Lease
 from .model import checked_tokens
+from .pins import Lease
 from .restore import known_below, match_with
 from .tiers.base import Found
 from .tiers.fetch import Fetch, Worth
@@ -107,7 +107,8 @@ class PrefixCache(CacheCore):
         prompt = checked_tokens(tokens, self.vocabulary)
         with self._entered():
             query = self._query(prompt, salt, boundaries)
-            return self._lower.fetch(query, self.memory.tree(query.namespace), worth)
+            tree = self.memory.tree(query.namespace)
+            return self._lower.fetch(query, tree, self.memory.pins, worth)
 
     def take_in(self, fetch: Fetch) -> Match:
         """Put what a fetch brought into the memory tree, and say what can be reused now.
@@ -169,8 +170,7 @@ class PrefixCache(CacheCore):
             restored = time.perf_counter()
             cuts = self._divider.cuts(query, found, boundaries, marks)
             miss = self._why(found.match, tree, query, below) if not warm else None
-            now = self.memory.clock
-            pin = self.memory.pins.take(tree, found.node, found.at, warm=warm, hint=hint, now=now)
+            pin = self.memory.pins.take(tree, found, self.memory.clock, warm=warm, hint=hint)
             cost = Cost(
                 found.match,
                 resumed_at=pin.checkpoints[0].kind if pin.checkpoints else None,
@@ -206,7 +206,11 @@ class PrefixCache(CacheCore):
             lease.position = stop
             if self.reuse == "exact" and origin == "prefill":
                 self.layout.settle(lease.caches)
-            if lease.stopped_storing or not lease.pin.live or not self.layout.reusable:
+            if (
+                lease.stopped_storing
+                or lease.pin not in self.memory.pins.live
+                or not self.layout.reusable
+            ):
                 return
             if origin == "decode" and self.reuse == "exact":
                 return  # decoded state has other bits than a prefill of the same tokens

@@ -18,8 +18,7 @@ from .memory import Memory
 from .model import MakeCaches
 from .payload import PackedState, Rows
 from .tiers.base import Found
-from .tiers.lower import Lower
-from .tree import Node, Tree
+from .tree import Tree
 
 log = logging.getLogger("rewarm")
 
@@ -36,7 +35,6 @@ class Restorer:
     layout: Layout
     blank: MakeCaches
     memory: Memory
-    lower: Lower
 
     def restored(
         self, found: ResumePoint, tree: Tree, query: Query, headroom: int
@@ -51,7 +49,7 @@ class Restorer:
                 return found, caches
             except Exception:
                 log.exception("a stored prefix could not be restored; it is computed again")
-                if self._discard(tree, found.node):
+                if self.memory.discard(tree, found.node):
                     found = find(tree, query)
                 else:
                     cold = replace(found.match, resume=0, reason="failed", tier=None)
@@ -70,13 +68,6 @@ class Restorer:
             position=found.at,
             headroom=headroom,
         )
-
-    def _discard(self, tree: Tree, node: Node) -> bool:
-        """Remove a node and all below it, unless one of them is in use."""
-        gone = self.memory.discard(tree, node)
-        for each in gone:
-            self.lower.gone(each)
-        return bool(gone)
 
 
 def known_below(point: ResumePoint, found: Found) -> ResumePoint:

@@ -36,12 +36,11 @@ class Lower:
     """The tiers of one cache. A method is called under the cache's lock and does not wait, unless
     its docstring says otherwise."""
 
-    def __init__(self, layout: Layout, pins: Pins) -> None:
+    def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.lanes: list[Lane] = []
         self.epoch = 0
         """The number of times that everything was forgotten."""
-        self._pins = pins
         self._weights: set[str] = set()
 
     @property
@@ -155,13 +154,13 @@ class Lower:
 
     # Up
 
-    def fetch(self, query: Query, tree: Tree, worth: Worth | None) -> Fetch:
+    def fetch(self, query: Query, tree: Tree, pins: Pins, worth: Worth | None) -> Fetch:
         """Begin to fetch what the tiers have of a prompt. It pins what memory has of it."""
         point, walk = find(tree, query), tree.walk(query.data, query.cuts)
         query = replace(query, known=walk.shared if tree.splits else walk.node.end)
         self._weights.add(query.namespace.weights)
-        pin = self._pins.hold(tree, walk.node)
-        fetch = Fetch(query, point.at, pin, self._pins.dropped, self.epoch, worth)
+        pin = pins.hold(tree, walk.node)
+        fetch = Fetch(query, point.at, pin, pins.dropped, self.epoch, worth)
         return fetch.begin(self.lanes if point.at < query.length - 1 else [])
 
     def ask(self, query: Query) -> list[Found]:

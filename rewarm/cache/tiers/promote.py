@@ -31,7 +31,6 @@ class Promoter:
         upto = max(stop for piece in pieces for stop in piece.stops)
         walk = tree.walk(query.data[: upto * WIDTH], [cut for cut in query.cuts if cut <= upto])
         pin = Pin(tree, walk.node)
-        pin.take()
         try:
             known = walk.shared if tree.splits else walk.node.end
             inside = known < walk.node.end

@@ -37,7 +37,7 @@ class Stats:
             buffers=held.buffers,
             hits=pins.hits,
             misses=pins.misses,
-            leases=len(pins.held),
+            leases=len(pins.live),
             tiers={MEMORY: TierStats(ledger.budget, dict(held.kinds), evicted), **below},
         )
 

@@ -13,7 +13,7 @@ from ..tree import WIDTH, Node, Tree
 
 
 def verify(memory: Memory, layout: Layout) -> None:
-    pins = [pin for pin in memory.pins.held if pin.live]
+    pins = memory.pins.live
     expected = Counter(node for pin in pins for node in pin.node.path())
     checkpoints = Counter(id(c) for pin in pins for c in pin.checkpoints)
     ledger = memory.ledger

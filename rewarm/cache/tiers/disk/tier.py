@@ -152,7 +152,6 @@ class DiskTier(Tier):
             wanted = self._wanted(handle)
             # What this brings may evict other things from memory, and they may need space here.
             pin = Pin(handle.own.tree, handle.node)
-            pin.take()
         lost: list[File] = []
         left = len(wanted)
 
@@ -234,7 +233,6 @@ class DiskTier(Tier):
         by_end = {node.end: node for node in end.path()}
         seal = Sealer(offer)
         pin = Pin(own.tree, end)
-        pin.take()
         try:
             for payload in payloads(offer, known, self._group):
                 nodes = [by_end[span.end] for span in payload.spans if span.end in by_end]

@@ -82,7 +82,7 @@ class SizedLayout:
     def reach(self, position: int) -> int:
         return max(0, position - self.profile.window) if self.has_window else position
 
-    def held(self, caches: list[Any], position: int) -> int:
+    def first_row(self, caches: list[Any], position: int) -> int:
         # A prefill commits chunk by chunk, so all rows of the last chunk are still there.
         return 0
 

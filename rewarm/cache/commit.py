@@ -128,7 +128,7 @@ class Committer:
         """Return the first row of a span whose window row is worth storing and still held."""
         if not self.layout.has_window:
             return stop
-        first = max(start, self.layout.held(lease.caches, position))
+        first = max(start, self.layout.first_row(lease.caches, position))
         if not lease.pin.tree.splits and start >= self.layout.kept:
             # A prompt resumes only at the end of a chunk.
             first = max(first, self.layout.reach(stop))
@@ -136,7 +136,7 @@ class Committer:
 
     def _fill_windows(self, lease: Lease, position: int) -> None:
         """Add the window rows that the path lacks and the running cache still holds."""
-        held = self.layout.held(lease.caches, position)
+        held = self.layout.first_row(lease.caches, position)
         for node in lease.pin.node.path():
             if node.end <= held:
                 break

@@ -7,7 +7,6 @@ prompt gives the hashes of all its prefixes. A node's hash is its parent's plus 
 from __future__ import annotations
 
 import secrets
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from .tree import Node
 from .worth import Item
 
 CAPACITY = 1 << 15
-"""The number of marks that are kept. Each takes 17 bytes."""
+"""The number of marks that are kept. Each takes 16 bytes."""
 GRAIN = 64
 """Tokens between two marks inside a span: they show that a prompt shares a part of it."""
 ROUNDS = 3
@@ -27,62 +26,47 @@ ROUNDS = 3
 Hashes = npt.NDArray[np.uint64]
 
 
-class Lost(NamedTuple):
-    """The tokens of a prompt that were once held, and its last resume point among them."""
-
-    held: int = 0
-    resume: int = 0
-
-
 class EvictedIndex:
-    """Keeps marks of what was evicted from memory. New marks overwrite the oldest."""
+    """Keeps a mark of each resume point that was evicted. New marks overwrite the oldest."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._hash = np.zeros(capacity, np.uint64)
         self._position = np.zeros(capacity, np.int64)
-        self._resumable = np.zeros(capacity, np.bool_)
         self._count = 0
         # Each process draws new ones, so no client can make two prompts look alike.
         self._secrets = [np.uint64(secrets.randbits(64) | 1) for _ in range(ROUNDS)]
-
-    @property
-    def nbytes(self) -> int:
-        return self._hash.nbytes + self._position.nbytes + self._resumable.nbytes
 
     def note(self, item: Item, *, resumable: bool) -> None:
         """Mark an item that is about to be evicted. `resumable` says that a prompt could resume at
         any position of its span."""
         node = item.node
-        if item.what == "leaf" and node.parent is not None:
+        if item.what == "leaf" and resumable and node.parent is not None:
             inside = range(node.start // GRAIN * GRAIN + GRAIN, node.end, GRAIN)
             positions = np.array([*inside, node.end], np.int64)
             hashes = self._prefixes(node.tokens(), self._end(node.parent), node.start)
-            self._add(hashes[positions - node.start - 1], positions, resumable)
-        if item.what != "leaf" or (node.checkpoint is not None and not resumable):
-            last = np.array([self._end(node)], np.uint64)
-            self._add(last, np.array([node.end], np.int64), True)
+            self._add(hashes[positions - node.start - 1], positions)
+        elif item.what != "leaf" or node.checkpoint is not None:
+            self._add(np.array([self._end(node)], np.uint64), np.array([node.end], np.int64))
 
-    def look(self, prompt: Tokens, node: Node) -> Lost:
-        """Find how much of a prompt, beyond a node on its path, was held and then evicted."""
+    def look(self, prompt: Tokens, node: Node) -> int:
+        """Find the last position beyond a node on its path at which a prompt could have resumed,
+        before something was evicted; 0 where there is none."""
         start = node.end
         position = self._position[: min(self._count, len(self._hash))]
         within = np.flatnonzero((position > start) & (position <= len(prompt)))
         if not within.size:
-            return Lost()
+            return 0
         hashes = self._prefixes(prompt[start:], self._end(node), start)
         alike = within[hashes[position[within] - start - 1] == self._hash[within]]
-        held = position[alike]
-        resume = held[self._resumable[alike]]
-        return Lost(int(held.max(initial=0)), int(resume.max(initial=0)))
+        return int(position[alike].max(initial=0))
 
     def clear(self) -> None:
         self._count = 0
 
-    def _add(self, hashes: Hashes, positions: npt.NDArray[np.int64], resumable: bool) -> None:
+    def _add(self, hashes: Hashes, positions: npt.NDArray[np.int64]) -> None:
         at = (self._count + np.arange(len(hashes))) % len(self._hash)
         self._hash[at] = hashes
         self._position[at] = positions
-        self._resumable[at] = resumable
         self._count += len(hashes)
 
     def _end(self, node: Node) -> int:

@@ -17,7 +17,7 @@ Group = Literal["rows", "window", "state"]
 
 
 class SpanKind(Protocol):
-    """A layer whose state is one row per token. By default it needs and holds all rows."""
+    """A layer whose state is one row per token. By default it needs all rows, and has them."""
 
     group: ClassVar[Group]
     kept: int = 0
@@ -27,7 +27,7 @@ class SpanKind(Protocol):
         """Return the first row needed to go on from `position`, besides the `kept` ones."""
         return 0
 
-    def held(self, cache: Any, position: int) -> int:
+    def first_row(self, cache: Any, position: int) -> int:
         """Return the first row from which `cache` holds all up to `position`, besides `kept`."""
         return 0
 
@@ -51,15 +51,11 @@ class RowsKind(SpanKind):
     """Full attention: any position can be resumed."""
 
     group: ClassVar[Group] = "rows"
-    classes: ClassVar = (
-        mlx_cache.KVCache,
-        mlx_cache.QuantizedKVCache,
-        mlx_cache.ConcatenateKVCache,
-    )
 
     @classmethod
     def of(cls, cache: Any) -> RowsKind | None:
-        return cls() if type(cache) in cls.classes else None
+        known = (mlx_cache.KVCache, mlx_cache.QuantizedKVCache, mlx_cache.ConcatenateKVCache)
+        return cls() if type(cache) in known else None
 
     def read(self, cache: Any, start: int, stop: int) -> list[mx.array]:
         return [a[:, :, start:stop] for a in _flat(cache.keys) + _flat(cache.values)]
@@ -71,7 +67,7 @@ class RowsKind(SpanKind):
             (tuple(rows[:half]), tuple(rows[half:])) if quantized else (rows[0], rows[1])
         )
         if isinstance(cache, mlx_cache.ConcatenateKVCache):
-            # It takes its length from the arrays: no room at the end.
+            # It takes its length from the arrays: nothing is left free at the end.
             cache.keys, cache.values = (a[:, :, :position] for a in rows)
         cache.offset = position
         return cache
@@ -96,7 +92,7 @@ class Rotating(SpanKind):
         # One row less is enough for a chunk, but breaks a single step: the ring must be full.
         return max(0, position - (self.size - self.kept))
 
-    def held(self, cache: Any, position: int) -> int:
+    def first_row(self, cache: Any, position: int) -> int:
         length = self._length(cache)
         return 0 if length >= position else position - (length - self.kept)
 
@@ -146,7 +142,7 @@ class Chunked(SpanKind):
         # them, and only the same shapes give the same bits.
         return max(0, position - self.size)
 
-    def held(self, cache: Any, position: int) -> int:
+    def first_row(self, cache: Any, position: int) -> int:
         return int(cache.start_position)
 
     def read(self, cache: Any, start: int, stop: int) -> list[mx.array]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
 from typing import Any, Literal, cast
 
 import mlx.core as mx
@@ -46,11 +45,11 @@ class Layout:
         """Return the first window row needed to go on from `position`."""
         return min((k.reach(position) for _, k in self._spans("window")), default=position)
 
-    def held(self, caches: list[Any], position: int) -> int:
+    def first_row(self, caches: list[Any], position: int) -> int:
         """Return the first row from which every window of a running cache holds all rows."""
         found = leaves(caches)
         windows = [(found[i], k) for i, k in self._spans("window") if found[i].keys is not None]
-        return max((k.held(cache, position) for cache, k in windows), default=0)
+        return max((k.first_row(cache, position) for cache, k in windows), default=0)
 
     def stands_at(self, caches: list[Any], position: int) -> bool:
         """True where a running cache has seen just this many tokens, as far as its offsets tell."""
@@ -97,12 +96,9 @@ class Layout:
         """
         new = leaves(blank)
         if self.has_rows:
-            self._join(new, "rows", rows, [(0, position)], position, headroom)
+            self._load_rows(new, "rows", rows, position, headroom)
         if self.has_window:
-            needs = [_needed(k, position) for _, k in self._spans("window")]
-            for i, spans in enumerate(needs):
-                if spans not in needs[:i]:
-                    self._join(new, "window", window, spans, position, 0)
+            self._load_rows(new, "window", window, position, 0)
         if self.has_state:
             if state is None:
                 raise LookupError(f"no checkpoint at {position}")
@@ -111,32 +107,26 @@ class Layout:
                 new[i] = cast(StateKind, self.kinds[i]).load(new[i], value)
         return cast("list[Any]", replaced(blank, new))
 
-    def _join(
-        self,
-        new: list[Any],
-        group: SpanGroup,
-        pieces: Sequence[Rows],
-        spans: list[tuple[int, int]],
-        position: int,
-        headroom: int,
+    def _load_rows(
+        self, new: list[Any], group: SpanGroup, pieces: Sequence[Rows], position: int, headroom: int
     ) -> None:
-        """Load the layers of a group that need just these spans."""
-        packing = pieces[0].packing
+        """Join the rows of a group's layers, and load them. All that need the same spans are joined
+        at once."""
+        layers, packing = self._spans(group), pieces[0].packing
         if any(p.packing != packing for p in pieces):
             raise LookupError("rows of another form")
-        layers = self._spans(group)
         if len(packing.counts) != len(layers):
             raise LookupError(f"rows of {len(packing.counts)} layers for {len(layers)}")
-        firsts = [0, *accumulate(packing.counts)]
-        asked = {
-            at: range(firsts[at], firsts[at + 1])
-            for at, (_, kind) in enumerate(layers)
-            if packing.counts[at] and spans == _needed(kind, position)
-        }
-        arrays = iter(join(packing, pieces, spans, [*chain(*asked.values())], headroom))
-        for at, wanted in asked.items():
-            i, kind = layers[at]
-            new[i] = kind.load(new[i], [next(arrays) for _ in wanted], position)
+        wanted: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for (_, kind), numbers in zip(layers, packing.layers, strict=True):
+            wanted.setdefault(_needed(kind, position), []).extend(numbers)
+        joined: dict[int, mx.array] = {}
+        for spans, asked in wanted.items():
+            arrays = join(packing, pieces, spans, asked, headroom)
+            joined |= zip(asked, arrays, strict=True)
+        for (i, kind), numbers in zip(layers, packing.layers, strict=True):
+            if numbers:
+                new[i] = kind.load(new[i], [joined[n] for n in numbers], position)
 
     def _spans(self, group: SpanGroup) -> list[tuple[int, SpanKind]]:
         return [(i, cast(SpanKind, self.kinds[i])) for i in self.groups[group]]
@@ -155,7 +145,7 @@ class Layout:
         return [cast(StateKind, self.kinds[i]).capture(found[i]) for i in self.groups["state"]]
 
 
-def _needed(kind: SpanKind, position: int) -> list[tuple[int, int]]:
+def _needed(kind: SpanKind, position: int) -> tuple[tuple[int, int], ...]:
     """Return the spans of rows that a layer needs to go on from `position`."""
     first = kind.reach(position)
-    return [(a, b) for a, b in ((0, min(kind.kept, first)), (first, position)) if a < b]
+    return tuple((a, b) for a, b in ((0, min(kind.kept, first)), (first, position)) if a < b)

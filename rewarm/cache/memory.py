@@ -54,7 +54,6 @@ class Memory:
         )
         self._tree_kind = ChunkTree if chunked else Tree
         self._most = MOST_EMPTY
-        self._resumable = not layout.has_state
 
     def tree(self, namespace: Namespace, *, keep: bool = True) -> Tree:
         """Return the tree of a namespace, or a new empty one, which `keep` adds to the trees.
@@ -135,7 +134,7 @@ class Memory:
         return True
 
     def _evicting(self, item: Item) -> None:
-        self.evicted.note(item, resumable=self._resumable)
+        self.evicted.note(item, resumable=not self.evictor.appraiser.stateful)
         self.lower.evicting(item)
 
 

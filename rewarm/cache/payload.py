@@ -88,6 +88,12 @@ class Packing:
         return Packing(tuple(shapes), tuple(len(layer) for layer in layers))
 
     @cached_property
+    def layers(self) -> list[range]:
+        """The numbers of each layer's arrays."""
+        firsts = accumulate(self.counts, initial=0)
+        return [range(first, first + n) for first, n in zip(firsts, self.counts, strict=False)]
+
+    @cached_property
     def groups(self) -> list[list[int]]:
         """The numbers of the arrays that are stacked together. Empty arrays are in no group."""
         groups: dict[tuple[int, mx.Dtype], list[int]] = {}

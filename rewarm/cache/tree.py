@@ -196,11 +196,6 @@ def tree_of(node: Node) -> Tree:
     return node.tree
 
 
-def _note_only_child(node: Node | None) -> None:
-    if node is not None:
-        node.only = next(iter(node.children.values())) if len(node.children) == 1 else None
-
-
 class Tree:
     """The radix tree of one namespace. No two children of a node begin with the same token."""
 
@@ -250,32 +245,22 @@ class Tree:
         upper_rows, lower_rows = node.rows.split(at) if node.rows else (None, None)
         upper_window, lower_window = node.window.split(at) if node.window else (None, None)
         cut = (at - node.start) * WIDTH
-        upper = Node(
-            parent=node.parent,
-            start=node.start,
-            key=node.key[:cut],
-            origin=node.origin,
-            rows=upper_rows,
-            window=upper_window,
-            pins=node.pins,
-            hits=node.hits,
-            last_used=node.last_used,
-            warm=node.warm,
-            waits=node.waits,
-        )
-        node.parent.children[self._edge(upper.key)] = upper
+        upper = self.add(node.parent, node.key[:cut], node.origin)
+        upper.rows, upper.window = upper_rows, upper_window
+        upper.pins, upper.hits, upper.last_used = node.pins, node.hits, node.last_used
+        upper.warm, upper.waits = node.warm, node.waits
         node.parent, node.start, node.key = upper, at, node.key[cut:]
         node.rows, node.window = lower_rows, lower_window
         upper.children[self._edge(node.key)] = node
-        _note_only_child(upper)
-        _note_only_child(upper.parent)
+        upper.only = node
         return upper
 
     def remove(self, leaf: Node) -> None:
-        if leaf.children or leaf.parent is None:
+        above = leaf.parent
+        if leaf.children or above is None:
             raise ValueError("only a leaf can be removed")
-        del leaf.parent.children[self._edge(leaf.key)]
-        _note_only_child(leaf.parent)
+        del above.children[self._edge(leaf.key)]
+        above.only = next(iter(above.children.values())) if len(above.children) == 1 else None
         leaf.parent = None
         # A reference that is left somewhere must not keep the payloads in memory.
         leaf.rows = leaf.window = leaf.checkpoint = None
@@ -290,11 +275,9 @@ class Tree:
         Nodes and their parents refer to each other: without this, a tree that is dropped keeps its
         arrays until the next garbage collection.
         """
-        for node in self.nodes():
+        for node in self.root.subtree():
             node.rows = node.window = node.checkpoint = node.parent = node.only = None
             node.children.clear()
-        self.root.children.clear()
-        self.root.only = None
 
     def _edge(self, key: bytes) -> bytes:
         return key[:WIDTH]

@@ -98,7 +98,7 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_was_read_from(
         span = range(position, position + step)
         for i, cache in enumerate(leaves(caches)):
             feed(cache, span, i)
-        first = max(position, layout.held(caches, position + step))
+        first = max(position, layout.first_row(caches, position + step))
         if layout.has_rows:
             held["rows"] += pieces(layout, "rows", [(position, span.stop)], caches)
         if layout.has_window:
@@ -127,7 +127,7 @@ def test_a_ring_after_many_single_steps_gives_back_its_last_rows(keep: int) -> N
     for position in range(53):
         feed(cache, range(position, position + 1), 0)
     layout = Layout([RotatingKVCache(16, keep=keep)])
-    first = layout.held([cache], 53)
+    first = layout.first_row([cache], 53)
     assert first == 53 - (16 - keep)
     got = layout.pack("window", [cache], first, 53).segments[0].arrays[0]
     expected = mx.concatenate(rows(range(first, 53), 0), axis=1)

@@ -219,14 +219,14 @@ def test_the_memory_of_evictions_is_bounded_and_forgets_the_oldest(
 ) -> None:
     monkeypatch.setattr(memory, "EvictedIndex", lambda: EvictedIndex(capacity=16))
     cache = cache_of("llama")
-    size = cache.memory.evicted.nbytes
+    size = cache.memory.evicted._hash.size
     tokens = prompt(200)
     run(cache.model, cache, tokens)
     evict_all(cache)
     assert missed(cache, tokens).reason == "evicted"
     run(cache.model, cache, prompt(64 * 20, 5))
     evict_all(cache)
-    assert cache.memory.evicted.nbytes == size
+    assert cache.memory.evicted._hash.size == size
     assert missed(cache, tokens).reason == "cold"
 
 

@@ -47,8 +47,8 @@ def why(
     while used.parent is not None and used.end > match.resume:
         used = used.parent
     lost = evicted.look(np.frombuffer(query.data, "<i4"), used)
-    if lost.resume > match.shared:
-        return Miss("evicted", match.shared, match.resume, held=lost.resume)
+    if lost > match.shared:
+        return Miss("evicted", match.shared, match.resume, held=lost)
     found = [find(other, query).at for other in named]
     if found and max(found) > match.shared:
         return Miss("salt", match.shared, match.resume, held=max(found))
@@ -61,7 +61,7 @@ def why(
         beyond = below.parting or beyond
     if reason == "no_checkpoint":
         why: Missing = "never_taken"
-        if match.resume < lost.resume:
+        if match.resume < lost:
             why = "evicted"
         elif beyond.reached == "decode":
             why = "other_origin"

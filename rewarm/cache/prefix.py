@@ -256,8 +256,8 @@ class PrefixCache(CacheCore):
     def survey(self) -> Survey:
         """Look at what every node holds. The lock is held for a few nodes at a time."""
         with self._entered():
-            trees = dict(self.memory.trees)
-        return survey_of(self._entered, trees, self.tiers, lambda: self.memory.clock)
+            trees, clock = dict(self.memory.trees), self.memory.clock
+        return survey_of(self._entered, trees, clock, self.tiers)
 
     def version(self) -> tuple[int, ...]:
         """Return a value that differs whenever a survey may have changed."""

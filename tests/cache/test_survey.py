@@ -39,7 +39,7 @@ def tree_of(*inserted: list[int]) -> Tree:
 
 def surveyed(memory: Tree, disk: Tree | None = None) -> Survey:
     below = Browsed({OURS: disk} if disk is not None else {})
-    return Surveyor(nullcontext, {OURS: memory}, below).take(lambda: 7)
+    return Surveyor(nullcontext, {OURS: memory}, below).take(7)
 
 
 def path_of(survey: Survey, row: int) -> bytes:
@@ -118,7 +118,7 @@ def test_chunks_of_other_lengths_stay_apart() -> None:
 
 def test_tenants_have_rows_of_their_own() -> None:
     trees = {OURS: tree_of([1, 2]), THEIRS: tree_of([1, 3])}
-    survey = Surveyor(nullcontext, trees).take(lambda: 0)
+    survey = Surveyor(nullcontext, trees).take(0)
     owners = {survey.owner(row) for row in range(1, len(survey.keys))}
     assert owners == {OURS, THEIRS}
     assert survey.owner(0) is None
@@ -156,7 +156,7 @@ def test_a_tree_that_changes_meanwhile_is_seen_before_or_after(
     for _ in range(8):
         for tree in trees:
             add(tree)
-    survey = Surveyor(entered, {OURS: trees[0]}, Browsed({OURS: trees[1]})).take(lambda: 0)
+    survey = Surveyor(entered, {OURS: trees[0]}, Browsed({OURS: trees[1]})).take(0)
     check_shape(survey)
     paths = [path_of(survey, row) for row in range(2, len(survey.keys))]
     assert all(any(data.startswith(path) for data in known) for path in paths)
@@ -177,7 +177,7 @@ def test_the_lock_is_let_go_of_every_few_hundred_nodes() -> None:
         held.append(len(surveyor.keys) - before)
 
     surveyor = Surveyor(entered, {OURS: tree})
-    survey = surveyor.take(lambda: 0)
+    survey = surveyor.take(0)
     assert survey.sums[0, SUMMED.index("nodes")] == 10_000
     assert max(held) <= module.SLICE
     assert isinstance(survey.cells, np.ndarray)

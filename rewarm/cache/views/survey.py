@@ -9,8 +9,7 @@ both know a span, it is one row.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from struct import Struct
@@ -24,7 +23,8 @@ from rewarm.values import Namespace
 from ..find import MEMORY
 from ..placement import WEIGHTS
 from ..tiers.base import Browsed, Tier
-from ..tree import WIDTH, Node, Tree, agreement
+from ..tiers.lower import Entered
+from ..tree import WIDTH, Node, Root, Tree, agreement
 
 Column = npt.NDArray[np.int64]
 
@@ -98,8 +98,8 @@ class Survey:
         """The sums over a row and all below it, in the columns of `SUMMED`."""
         nodes, checkpoints = np.ones(len(self.keys), np.int64), self.column("kind") > 0
         nodes[[0, *self.owners]] = 0
-        held = self.cells[:, -2 * len(BYTES) :]
-        own = np.column_stack([nodes, self.column("tokens"), checkpoints, held])
+        nbytes = self.cells[:, -2 * len(BYTES) :]
+        own = np.column_stack([nodes, self.column("tokens"), checkpoints, nbytes])
         upto = np.concatenate([np.zeros_like(own[:1]), own.cumsum(axis=0)])
         found: Column = upto[np.arange(len(own)) + self.size] - upto[:-1]
         return found
@@ -135,7 +135,7 @@ class Branch(NamedTuple):
 class Surveyor:
     """Takes one survey. It can be used once."""
 
-    entered: Callable[[], AbstractContextManager[None]]
+    entered: Entered
     memory: Trees
     below: Browsed = field(default_factory=Browsed)
     tier: str = ""
@@ -143,66 +143,66 @@ class Surveyor:
     cells: bytearray = field(default_factory=bytearray)
     keys: list[bytes] = field(default_factory=list)
 
-    def take(self, clock: Callable[[], int]) -> Survey:
+    def take(self, clock: int) -> Survey:
         owners: dict[int, Namespace] = {}
         self._note(Branch(-1, 0, None, None), b"")
-        with self._entered():
-            now = clock()
-            namespaces = list({**self.memory, **self.below.trees})
-        for namespace in namespaces:
+        for namespace in {**self.memory, **self.below.trees}:
             known = [trees.get(namespace) for trees in (self.memory, self.below.trees)]
             roots = [tree.root if tree and tree.root.children else None for tree in known]
             if any(roots):
+                owners[len(self.keys)] = namespace
                 whole = any(tree and not tree.splits for tree in known)
-                with self._entered():
-                    row = self._note(Branch(0, 0, *roots), b"")
-                    todo = _branches(row, 0, *roots, whole=whole)
-                owners[row] = namespace
-                self._walk(todo, whole)
+                self._walk(Branch(0, 0, *roots), whole)
         cells = np.frombuffer(self.cells, np.int64).reshape(-1, len(COLUMNS))
         sizes = _sizes(cells[:, 0].tolist())
-        return Survey(cells, sizes, self.keys, owners, now, (MEMORY, self.tier))
+        return Survey(cells, sizes, self.keys, owners, clock, (MEMORY, self.tier))
 
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        with self.below.lock, self.entered():
-            yield
-
-    def _walk(self, todo: list[Branch], whole: bool) -> None:
+    def _walk(self, root: Branch, whole: bool) -> None:
+        todo = [root]
         while todo:
-            with self._entered():
+            with self.below.lock, self.entered():
                 for _ in range(min(SLICE, len(todo))):
                     self._look(todo, whole)
             time.sleep(PAUSE)
 
     def _look(self, todo: list[Branch], whole: bool) -> None:
-        """Note the last branch, as far as both trees agree, and put what follows in its place."""
-        row, at, memory, lower = todo.pop()
+        """Note the last branch, as far as both trees agree, and put what follows in its place.
+
+        The branches of two trees form a pair where they begin alike: with the same token, or, where
+        nodes are `whole` chunks, with the same chunk."""
+        above, at, memory, lower = todo.pop()
         memory, lower = _covering(memory, at), _covering(lower, at)
         keys = [node.key[(at - node.start) * WIDTH :] for node in (memory, lower) if node]
         if not keys:
             return
         key = keys[0] if keys[0] == keys[-1] else keys[0][: agreement(*keys) * WIDTH]
-        row = self._note(Branch(row, at, memory, lower), key)
-        todo += _branches(row, at + len(key) // WIDTH, memory, lower, whole=whole)
+        row = self._note(Branch(above, at, memory, lower), key)
+        at += len(key) // WIDTH
+
+        def edge(node: Node) -> bytes:
+            following = node.key[max(at - node.start, 0) * WIDTH :]
+            return following if whole else following[:WIDTH]
+
+        below = {edge(node): node for node in _after(lower, at)}
+        for node in _after(memory, at):
+            todo.append(Branch(row, at, node, below.pop(edge(node), None) if below else None))
+        todo += [Branch(row, at, None, node) for node in below.values()]
 
     def _note(self, branch: Branch, key: bytes) -> int:
         """Add a row that begins a branch. Returns its number."""
         parent, at, memory, lower = branch
         tokens = len(key) // WIDTH
         number = part = kind = hits = last_used = 0
-        held = [_held(node, at, at + tokens) for node in (memory, lower)]
-        for node, unit in (
-            (lower, self.below.second),
-            (memory, 1),
-        ):  # memory's node comes last, and counts
+        # Memory's node comes last, and counts.
+        for node, second in ((lower, self.below.second), (memory, 1)):
             if node is not None:
                 number, part = node.number, at - node.start
-                hits, last_used = node.hits, node.last_used // unit
+                hits, last_used = node.hits, node.last_used // second
                 if node.checkpoint is not None and node.end == at + tokens:
                     kind = KIND[node.checkpoint.kind]
-        seen = (kind, hits, last_used)
-        self.cells += PACKED(parent, number, part, at, tokens, *seen, *held[0], *held[1])
+        upper, below = (_bytes_of(node, at, at + tokens) for node in (memory, lower))
+        seen = (number, part, at, tokens, kind, hits, last_used)
+        self.cells += PACKED(parent, *seen, *upper, *below)
         self.keys.append(key)
         return len(self.keys) - 1
 
@@ -220,34 +220,18 @@ def _covering(node: Node | None, at: int) -> Node | None:
     it may have been split or removed since."""
     while node is not None and node.start > at:
         node = node.parent
-    return node if node is not None and node.parent is not None else None
+    is_there = node is not None and (node.parent is not None or isinstance(node, Root))
+    return node if is_there else None
 
 
-def _branches(
-    row: int, at: int, memory: Node | None, lower: Node | None, *, whole: bool
-) -> list[Branch]:
-    """Return the branches from the end of a row. Those of two trees form a pair where they begin
-    alike: with the same token, or, where nodes are `whole` chunks, with the same chunk."""
-    if lower is None:
-        return [Branch(row, at, node, None) for node in _after(memory, at)]
-
-    def edge(node: Node) -> bytes:
-        key = node.key[max(at - node.start, 0) * WIDTH :]
-        return key if whole else key[:WIDTH]
-
-    below = {edge(node): node for node in _after(lower, at)}
-    found = [Branch(row, at, node, below.pop(edge(node), None)) for node in _after(memory, at)]
-    return found + [Branch(row, at, None, node) for node in below.values()]
-
-
-def _after(node: Node | None, at: int) -> list[Node]:
+def _after(node: Node | None, at: int) -> Collection[Node]:
     """Return the nodes that follow a position of a node."""
     if node is None:
         return []
-    return [node] if node.end > at else list(node.children.values())
+    return [node] if node.end > at else node.children.values()
 
 
-def _held(node: Node | None, start: int, stop: int) -> tuple[int, int, int]:
+def _bytes_of(node: Node | None, start: int, stop: int) -> tuple[int, int, int]:
     """Return the bytes of a node by kind, or a share of them where a row is only a part of it."""
     if node is None:
         return 0, 0, 0
@@ -259,12 +243,7 @@ def _held(node: Node | None, start: int, stop: int) -> tuple[int, int, int]:
     return rows, window, state.nbytes if state is not None else 0
 
 
-def survey_of(
-    entered: Callable[[], AbstractContextManager[None]],
-    memory: Trees,
-    tiers: Sequence[Tier],
-    clock: Callable[[], int],
-) -> Survey:
+def survey_of(entered: Entered, memory: Trees, clock: int, tiers: Sequence[Tier]) -> Survey:
     """Take a survey of memory, and of the first tier that has trees to look at."""
     for tier in tiers:
         below = tier.browse()

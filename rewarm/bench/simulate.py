@@ -15,9 +15,8 @@ import numpy as np
 import typer
 
 from rewarm.cache import LRU, WorkPerByte
-from rewarm.cache.retention import Item, Retention
 from rewarm.cache.tree import WIDTH, Node
-from rewarm.cache.worth import checkpoints_below
+from rewarm.cache.worth import Item, Retention, checkpoints_below
 from rewarm.options import parse_size
 
 from . import profiles

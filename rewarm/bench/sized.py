@@ -8,7 +8,7 @@ from typing import Any, cast
 from rewarm.cache import PrefixCache
 from rewarm.cache.layout import Layout, SpanGroup
 from rewarm.cache.payload import SEGMENT
-from rewarm.cache.retention import Retention
+from rewarm.cache.worth import Retention
 
 from .profiles import Profile
 

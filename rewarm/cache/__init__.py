@@ -3,8 +3,8 @@
 from . import layer_kinds
 from .pins import Lease
 from .prefix import PrefixCache
-from .retention import LRU, Retention, WorkPerByte
 from .views.stats import Stats
+from .worth import LRU, Retention, WorkPerByte
 
 __all__ = [
     "LRU",

@@ -17,14 +17,13 @@ from rewarm.errors import CacheClosed
 from rewarm.options import CacheOptions, parse_size
 from rewarm.values import Boundary, Namespace, Tokens
 
-from .binding import Binding
 from .commit import Committer
 from .find import Query
 from .identity import Description
 from .layout import Layout
 from .ledger import Ledger
 from .memory import Memory, auto_size, most_buffers
-from .model import MakeCaches, cache_maker, vocabulary_size
+from .model import Binding, MakeCaches, cache_maker, vocabulary_size
 from .pins import Pin
 from .placement import Divider
 from .positions import FAR, position_limit

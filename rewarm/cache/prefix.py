@@ -25,11 +25,10 @@ from .tiers.base import Found
 from .tiers.fetch import Fetch, Worth
 from .tiers.lower import SILENCE
 from .tree import Node, Tree
-from .views.digest import digest
 from .views.miss import Missed, why
 from .views.stats import Stats
 from .views.survey import Survey, survey_of
-from .views.verify import verify
+from .views.verify import digest, verify
 
 log = logging.getLogger("rewarm")
 

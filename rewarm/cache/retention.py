@@ -22,19 +22,15 @@ from .ledger import Ledger
 from .tree import Node, Tree, tree_of
 from .worth import (
     FARTHEST,
-    LRU,
     Appraiser,
     Item,
     Retention,
     What,
-    WorkPerByte,
     checkpoint_above,
     checkpoints_below,
     is_left_behind_leaf,
     leaves_below,
 )
-
-__all__ = ["LRU", "Evictor", "Item", "Retention", "WorkPerByte"]
 
 STEPS = 2
 """The number of buckets for each doubling of worth."""
@@ -162,8 +158,9 @@ class Evictor:
         near: dict[Node, None] = {}
         for _ in range(min(len(noted), most or len(noted))):
             node, _ = noted.popitem()
-            if node.parent is None:
-                self._drop(node)
+            if node.parent is None:  # it has gone, or is a root
+                near[node] = None
+                self._marked.discard(node)
                 continue
             # The worth of a checkpoint depends on what goes on from it.
             above = checkpoint_above(node)
@@ -227,11 +224,6 @@ class Evictor:
         if filed is not None:
             filed.node = None
 
-    def _drop(self, node: Node) -> None:
-        for what in self._filed:
-            self._unfile(node, what)
-        self._marked.discard(node)
-
     def _evict_until(self, is_enough: Callable[[], bool], only_warm: bool = False) -> bool:
         for filed in self._leased:  # leases may have ended
             self._push(filed)
@@ -289,7 +281,7 @@ class Evictor:
         """Return the item where it can be evicted and has not changed since it was filed."""
         node, what = filed.node, filed.what
         assert node is not None
-        if node.parent is None or what not in self.appraiser.kinds(node):
+        if what not in self.appraiser.kinds(node):
             self._unfile(node, what)
             return None
         if self.appraiser.is_leased(node, what):

@@ -108,8 +108,11 @@ class Appraiser:
     """True where the model resumes at checkpoints only."""
 
     def kinds(self, node: Node) -> list[What]:
-        """List the kinds of items of a node that can be evicted, leased or not."""
+        """List the kinds of items of a node that can be evicted, leased or not. A node that has
+        gone has none."""
         found: list[What] = []
+        if node.parent is None:
+            return found
         if not node.children:
             found.append("leaf")
         elif node.window is not None:
@@ -120,8 +123,8 @@ class Appraiser:
 
     def is_leased(self, node: Node, what: What) -> bool:
         checkpoint = node.checkpoint
-        held = checkpoint is not None and checkpoint.pins > 0
-        return held if what == "checkpoint" else node.pins > 0 or (what == "leaf" and held)
+        pinned = checkpoint is not None and checkpoint.pins > 0
+        return pinned if what == "checkpoint" else node.pins > 0 or (what == "leaf" and pinned)
 
     def item(self, node: Node, what: What, checkpoints: dict[Node, Item] | None = None) -> Item:
         """Appraise one of a node's `kinds`. `checkpoints` keeps those already appraised while the
@@ -153,13 +156,13 @@ class Appraiser:
         assert checkpoint is not None
         if node not in known:
             windows = node.windows(max(node.end - self.reach, 0), node.end)
-            held = [n.window.nbytes for n in windows or () if n.window is not None]
+            nbytes = [n.window.nbytes for n in windows or () if n.window is not None]
             known[node] = Item(
                 "checkpoint",
                 node,
                 saves=node.end - resume_before(node) if windows is not None else 0,
                 weight=WEIGHTS[checkpoint.kind] * checkpoint.hint,
-                nbytes=checkpoint.nbytes + sum(held),
+                nbytes=checkpoint.nbytes + sum(nbytes),
                 hits=checkpoint.hits,
                 last_used=checkpoint.last_used,
                 abandoned=_is_left_behind(node),
@@ -168,18 +171,17 @@ class Appraiser:
 
     def _window(self, node: Node, known: dict[Node, Item]) -> Item:
         """Appraise a window like the best checkpoint that needs it. Without one, it weighs less."""
-        best: Item | None = None
+        needing: list[Item] = []
         todo, looked = [node], 0
         while todo and looked < FARTHEST:
             each = todo.pop()
             looked += 1
             if each.end - self.reach < node.end:
                 if each.checkpoint is not None:
-                    item = self._checkpoint(each, known)
-                    best = item if best is None else max(best, item, key=_saved_by)
+                    needing.append(self._checkpoint(each, known))
                 todo.extend(each.children.values())
-        if best is not None:
-            return replace(best, what="window", node=node)
+        if needing:
+            return replace(max(needing, key=_saved_by), what="window", node=node)
         nbytes = node.window.nbytes if node.window is not None else 0
         saves = min(self.reach, node.end)
         return Item("window", node, saves, UNMARKED_WINDOW, nbytes, node.hits, node.last_used)

@@ -1,8 +1,10 @@
-"""Check every invariant of the trees and their accounting."""
+"""Check every invariant of the trees and their accounting, and compare caches by a hash."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
+from collections.abc import Iterable
 
 from rewarm.errors import BrokenInvariant
 
@@ -13,9 +15,8 @@ from ..tree import WIDTH, Node, Tree
 
 
 def verify(memory: Memory, layout: Layout) -> None:
-    pins = memory.pins.live
-    expected = Counter(node for pin in pins for node in pin.node.path())
-    checkpoints = Counter(id(c) for pin in pins for c in pin.checkpoints)
+    expected = Counter(node for pin in memory.pins.live for node in pin.node.path())
+    checkpoints = Counter(id(c) for pin in memory.pins.live for c in pin.checkpoints)
     ledger = memory.ledger
     account = Ledger(ledger.budget, ledger.max_buffers)
     for tree in memory.trees.values():
@@ -33,7 +34,10 @@ def verify(memory: Memory, layout: Layout) -> None:
         raise BrokenInvariant("a lease pins what is not in the tree")
     if account.held != ledger.held:
         raise BrokenInvariant(f"held is {account.held}, the account says {ledger.held}")
-    if ledger.held.total > ledger.budget and any(_is_evictable(n) for n in memory.nodes()):
+    appraiser = memory.evictor.appraiser
+    items = ((node, what) for node in memory.nodes() for what in appraiser.kinds(node))
+    # Only what is leased may exceed a lowered budget.
+    if ledger.held.total > ledger.budget and not all(appraiser.is_leased(*item) for item in items):
         raise BrokenInvariant(f"{ledger.held.total} bytes held, over {ledger.budget}")
     if ledger.held.buffers > ledger.max_buffers:
         raise BrokenInvariant(f"{ledger.held.buffers} buffers held, over {ledger.max_buffers}")
@@ -67,14 +71,32 @@ def _check_node(tree: Tree, node: Node, layout: Layout) -> None:
         _check(node.origin == "prefill", "a decoded span in exact", node)
 
 
-def _is_evictable(node: Node) -> bool:
-    """True where a node could be evicted. Only what is leased may exceed a lowered budget."""
-    checkpoint = node.checkpoint
-    if checkpoint is not None and checkpoint.nbytes and not checkpoint.pins:
-        return True
-    return not node.pins
-
-
 def _check(holds: bool, what: str, node: Node) -> None:
     if not holds:
         raise BrokenInvariant(f"node {node.start} to {node.end}: {what}")
+
+
+def digest(trees: Iterable[Tree]) -> str:
+    """Hash every path, with its origins and cuts, and the kinds and places of checkpoints.
+
+    No byte of a payload counts, nor the order in which nodes came. What tells processes and
+    ranks apart is left out: the same calls give the same digest in each.
+    """
+    found = []
+    for tree in trees:
+        if tree.root.children:
+            name = tree.namespace
+            found.append((name.salt, name.adapter, name.kv, _digest_of(tree)))
+    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()
+
+
+def _digest_of(tree: Tree) -> str:
+    found = hashlib.sha256()
+    todo: list[Node] = [tree.root]
+    while todo:
+        node = todo.pop()
+        kind = node.checkpoint.kind if node.checkpoint is not None else ""
+        # Nodes come in the order of the tree, so the start of one tells its parent.
+        found.update(f"{node.start} {len(node.key)} {node.origin} {kind} ".encode() + node.key)
+        todo += [node.children[edge] for edge in sorted(node.children)]
+    return found.hexdigest()

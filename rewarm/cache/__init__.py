@@ -6,12 +6,4 @@ from .prefix import PrefixCache
 from .views.stats import Stats
 from .worth import LRU, Retention, WorkPerByte
 
-__all__ = [
-    "LRU",
-    "Lease",
-    "PrefixCache",
-    "Retention",
-    "Stats",
-    "WorkPerByte",
-    "layer_kinds",
-]
+__all__ = ["LRU", "Lease", "PrefixCache", "Retention", "Stats", "WorkPerByte", "layer_kinds"]

@@ -17,7 +17,6 @@ from rewarm.errors import CacheClosed
 from rewarm.options import CacheOptions, parse_size
 from rewarm.values import Boundary, Namespace, Tokens
 
-from .commit import Committer
 from .find import Query
 from .identity import Description
 from .layout import Layout
@@ -27,13 +26,13 @@ from .model import Binding, MakeCaches, cache_maker, vocabulary_size
 from .pins import Pin
 from .placement import Divider
 from .positions import FAR, position_limit
-from .restore import Restorer
 from .tiers.base import Tier
 from .tiers.disk.errors import StoreError
 from .tiers.disk.store import Store
 from .tiers.disk.tier import DiskTier
 from .tiers.lower import Lower
 from .tiers.promote import Promoter
+from .transfer import Transfer
 from .tree import encode
 from .worth import Retention, WorkPerByte
 
@@ -91,9 +90,8 @@ class CacheCore:
         policy = retention or WorkPerByte()
         self._lower = Lower(self.layout)
         self.memory = Memory(self.layout, ledger, policy, self._lower, chunked=reuse == "exact")
-        self._committer = Committer(self.layout, self.memory)
+        self._transfer = Transfer(self.layout, self.blank, self.memory)
         self._promoter = Promoter(self.layout, self.memory)
-        self._restorer = Restorer(self.layout, self.blank, self.memory)
         self._lock = threading.RLock()
         self._closed = False
         self._owned = False

@@ -20,12 +20,11 @@ from .core import CacheCore, budget_of
 from .find import Query, ResumePoint, find
 from .model import checked_tokens
 from .pins import Lease
-from .restore import known_below, match_with
 from .tiers.base import Found
 from .tiers.fetch import Fetch, Worth
 from .tiers.lower import SILENCE
 from .tree import Node, Tree
-from .views.miss import Missed, why
+from .views.miss import Missed, known_below, match_with, why
 from .views.stats import Stats
 from .views.survey import Survey, survey_of
 from .views.verify import digest, verify
@@ -165,7 +164,7 @@ class PrefixCache(CacheCore):
                 below = fetch.known if fetch.query.is_for(query) else None
                 found = self._with_fetched(fetch, found, tree, query)
                 found = known_below(found, below) if below is not None else found
-            found, caches = self._restorer.restored(found, tree, query, headroom)
+            found, caches = self._transfer.restored(found, tree, query, headroom)
             restored = time.perf_counter()
             cuts = self._divider.cuts(query, found, boundaries, marks)
             miss = self._why(found.match, tree, query, below) if not warm else None
@@ -217,7 +216,7 @@ class PrefixCache(CacheCore):
                 lease.stopped_storing = True
                 return
             try:
-                self._committer.commit(lease, stop, origin, checkpoint)
+                self._transfer.commit(lease, stop, origin, checkpoint)
             except Exception:
                 lease.stopped_storing = True
                 log.exception("a part of a prompt could not be stored; it will be computed again")

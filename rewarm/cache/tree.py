@@ -225,8 +225,8 @@ class Tree:
         return Walk(node, at // width)
 
     def child(self, node: Node, data: bytes, at: int, stop: int) -> Node | None:
-        """Return the child that goes on with `data` at token `at`."""
-        return node.children.get(data[at * WIDTH : (at + 1) * WIDTH])
+        """Return the child that goes on with the tokens of `data` from `at` to `stop`."""
+        return node.children.get(self._edge(data[at * WIDTH : stop * WIDTH]))
 
     def add(self, parent: Node, key: bytes, origin: Origin) -> Node:
         node = Node(parent=parent, start=parent.end, key=key, origin=origin)
@@ -301,9 +301,6 @@ class ChunkTree(Tree):
         alike = (key for key in node.children if key[:WIDTH] == rest[:WIDTH])
         beyond = max((agreement(key, rest) for key in alike), default=0)
         return Walk(node, node.end + beyond)
-
-    def child(self, node: Node, data: bytes, at: int, stop: int) -> Node | None:
-        return node.children.get(data[at * WIDTH : stop * WIDTH])
 
     def split(self, node: Node, at: int) -> Node:
         raise ValueError("a chunk is whole")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from rewarm.cache import PrefixCache, restore
+from rewarm.cache import PrefixCache, transfer
 from rewarm.engine import Request, runner
 from rewarm.engine.request import Running
 from rewarm.engine.runner import Runner
@@ -62,7 +62,7 @@ def test_on_cuda_a_restored_cache_is_as_long_as_one_that_grew(
     run(model, cache, prompt(300))
     lengths = []
     for cuda in (True, False):
-        monkeypatch.setattr(restore, "is_cuda", lambda cuda=cuda: cuda)
+        monkeypatch.setattr(transfer, "is_cuda", lambda cuda=cuda: cuda)
         with cache.acquire(joined(prompt(300), prompt(20, seed=1)), headroom=5) as lease:
             lengths.append(lease.caches[0].keys.shape[2])
     assert lengths == [512, 325]

@@ -1,4 +1,4 @@
-"""The reason why not more of a prompt was reused, with the figures."""
+"""Say how much of a prompt can be reused, with what tiers know of it, and why not more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from rewarm.values import Match, Miss, Missing
 
 from ..evicted import EvictedIndex
-from ..find import Query, find, parting
+from ..find import Query, ResumePoint, find, parting
 from ..tiers.base import Found
 from ..tree import Tree
 
@@ -19,6 +19,30 @@ from ..tree import Tree
 class Missed(NamedTuple):
     match: Match
     miss: Miss | None
+
+
+def known_below(point: ResumePoint, found: Found) -> ResumePoint:
+    """Add to a match what a tier knows of the prompt beyond memory. Those tokens are computed again
+    although they are known."""
+    known = point.match.shared
+    parts = found.reason == "diverged" and found.shared == known and point.match.reason is None
+    if found.shared <= known and not parts:
+        return point
+    match = replace(point.match, shared=found.shared, reason=found.reason or point.match.reason)
+    return replace(point, match=match, junction=max(point.junction, found.junction))
+
+
+def match_with(tree: Tree, query: Query, answers: Sequence[Found]) -> Match:
+    """Match a prompt with what memory has, and with what tiers may give. Changes nothing."""
+    point = find(tree, query)
+    found = max(answers, key=lambda answer: answer.resume, default=None)
+    for answer in answers:
+        point = known_below(point, answer)
+    if found is None or found.resume <= point.at:
+        return point.match
+    shared = max(point.match.shared, found.shared)
+    reason = point.match.reason if shared > found.shared else found.reason
+    return Match(query.length, shared, found.resume, reason, found.tier)
 
 
 def why(

@@ -1,25 +1,77 @@
-"""Commit: store in the tree, once, what a running request has computed."""
+"""Transfer: move state from running caches into the trees, and back."""
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import mlx.core as mx
+
+from rewarm.accel.device import is_cuda
 from rewarm.values import Kind, Origin
 
+from .find import Query, ResumePoint, find
 from .layout import Layout
 from .memory import SPARE_BUFFERS, Memory
+from .model import MakeCaches
+from .payload import PackedState, Rows
 from .pins import Lease
 from .placement import APART, WEIGHTS
-from .tree import NODE_BYTES, WIDTH, Checkpoint, agreement
+from .tree import NODE_BYTES, WIDTH, Checkpoint, Tree, agreement
+
+log = logging.getLogger("rewarm")
+
+STEP = 256
+"""The number of rows by which mlx-lm's caches grow. On CUDA the length of a restored cache is a
+multiple of it: MLX reuses a freed buffer only for one of the same size, and a new buffer takes
+longer than the copy."""
 
 
 @dataclass
-class Committer:
-    """Writes into the trees. It copies first: where a copy fails, the tree stays as it was."""
+class Transfer:
+    """Stores in the trees, once, what running requests have computed, and builds caches from it.
+
+    A commit copies first: where a copy fails, the tree stays as it was. What cannot be restored is
+    dropped, and the hit is shorter."""
 
     layout: Layout
+    blank: MakeCaches
     memory: Memory
+
+    def restored(
+        self, found: ResumePoint, tree: Tree, query: Query, headroom: int
+    ) -> tuple[ResumePoint, list[Any]]:
+        """Build the caches of a match, with room for `headroom` tokens beyond the prompt."""
+        if is_cuda():
+            headroom += -(query.length + headroom) % STEP
+        while found.at:
+            try:
+                caches = self._built(found, query.length - found.at + headroom)
+                mx.eval([getattr(c, "state", None) for c in caches])
+                return found, caches
+            except Exception:
+                log.exception("a stored prefix could not be restored; it is computed again")
+                if self.memory.discard(tree, found.node):
+                    found = find(tree, query)
+                else:
+                    cold = replace(found.match, resume=0, reason="failed", tier=None)
+                    found = replace(found, match=cold, node=tree.root)
+        return found, self.blank()
+
+    def _built(self, found: ResumePoint, headroom: int) -> list[Any]:
+        """Build the caches of a match. Raises where anything is missing or of another form."""
+        path = [*found.node.path()][::-1]
+        state = found.node.checkpoint.state if found.node.checkpoint else None
+        return self.layout.build(
+            self.blank(),
+            rows=[node.rows for node in path if isinstance(node.rows, Rows)],
+            window=[node.window for node in path if isinstance(node.window, Rows)],
+            state=state if isinstance(state, PackedState) else None,
+            position=found.at,
+            headroom=headroom,
+        )
 
     def commit(self, lease: Lease, stop: int, origin: Origin, kind: Kind | None) -> None:
         if not stop:

@@ -101,7 +101,7 @@ class SizedLayout:
     def capture(self, caches: list[Any]) -> SizedState:
         return SizedState(self.profile.state_bytes)
 
-    def build(self, blank: list[Any], **_: Any) -> list[Any]:
+    def build(self, blank: list[Any], *_: Any) -> list[Any]:
         return blank
 
     def _width(self, group: SpanGroup) -> int:

@@ -15,9 +15,8 @@ import mlx.core as mx
 
 from rewarm.errors import CacheClosed
 from rewarm.options import CacheOptions, parse_size
-from rewarm.values import Boundary, Namespace, Tokens
+from rewarm.values import Namespace
 
-from .find import Query
 from .identity import Description
 from .layout import Layout
 from .ledger import Ledger
@@ -33,7 +32,6 @@ from .tiers.disk.tier import DiskTier
 from .tiers.lower import Lower
 from .tiers.promote import Promoter
 from .transfer import Transfer
-from .tree import encode
 from .worth import Retention, WorkPerByte
 
 log = logging.getLogger("rewarm")
@@ -211,10 +209,6 @@ class CacheCore:
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers in use below memory, from fast to slow."""
         return self._lower.tiers
-
-    def _query(self, prompt: Tokens, salt: str | None, boundaries: Sequence[Boundary]) -> Query:
-        cuts = self._divider.grid(len(prompt), boundaries)
-        return Query(self.namespace(salt), encode(prompt), cuts, self.layout, self.reuse)
 
     def _divide(self) -> None:
         """Divide prompts for the model as it is now."""

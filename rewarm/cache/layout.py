@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from .layer_kinds import Group, Rotating, SpanKind, StateKind, kind_of, leaves, replaced
 from .payload import PackedState, Packing, Rows, join, state_bytes
+from .tree import Node
 
 SpanGroup = Literal["rows", "window"]
 
@@ -80,30 +81,24 @@ class Layout:
     def capture(self, caches: list[Any]) -> PackedState:
         return PackedState.pack(self._capture(caches))
 
-    def build(
-        self,
-        blank: list[Any],
-        *,
-        rows: Sequence[Rows],
-        window: Sequence[Rows],
-        state: PackedState | None,
-        position: int,
-        headroom: int,
-    ) -> list[Any]:
-        """Build a prompt cache at `position`, with room for `headroom` more tokens.
+    def build(self, blank: list[Any], node: Node, position: int, headroom: int) -> list[Any]:
+        """Build a prompt cache from the path of a node, at a position in it or at its end, with
+        space for `headroom` more tokens.
 
         Raises where anything is missing or of another form: the caller then starts cold.
         """
-        new = leaves(blank)
+        new, path = leaves(blank), [*node.path()][::-1]
         if self.has_rows:
+            rows = [n.rows for n in path if isinstance(n.rows, Rows)]
             self._load_rows(new, "rows", rows, position, headroom)
         if self.has_window:
-            self._load_rows(new, "window", window, position, 0)
+            windows = [n.window for n in path if isinstance(n.window, Rows)]
+            self._load_rows(new, "window", windows, position, 0)
         if self.has_state:
-            if state is None:
+            state = node.checkpoint.state if node.checkpoint is not None else None
+            if not isinstance(state, PackedState):
                 raise LookupError(f"no checkpoint at {position}")
-            values = state.unpack()
-            for i, value in zip(self.groups["state"], values, strict=True):
+            for i, value in zip(self.groups["state"], state.unpack(), strict=True):
                 new[i] = cast(StateKind, self.kinds[i]).load(new[i], value)
         return cast("list[Any]", replaced(blank, new))
 

@@ -22,6 +22,7 @@ from .identity import Description, Watch, execution, keeps_memos, run_once
 from .layer_kinds import leaves
 
 MakeCaches = Callable[[], list[Any]]
+TokenIds = Sequence[int] | npt.NDArray[Any]
 
 _unknown = itertools.count(1)
 
@@ -51,7 +52,7 @@ def most_heads(model: Any) -> int:
     return max((n for n in (_argument(model, name) for name in names) if n), default=64)
 
 
-def checked_tokens(tokens: Sequence[int] | npt.NDArray[Any], vocabulary: int) -> Tokens:
+def checked_tokens(tokens: TokenIds, vocabulary: int) -> Tokens:
     """Return a prompt as an array, or raise an error that says what is wrong with it."""
     try:
         given = np.asarray(tokens)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rewarm.values import Cost, Cut, Tokens
 
-from .find import ResumePoint
+from .find import Query, ResumePoint
 from .tree import Checkpoint, Node, Tree, encode
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Lease:
     def __init__(
         self,
         cache: PrefixCache,
-        tokens: Tokens,
+        query: Query,
         caches: list[Any],
         pin: Pin,
         cuts: list[Cut],
@@ -129,8 +129,8 @@ class Lease:
         hint: float,
     ) -> None:
         self.cache = cache
-        self.tokens = tokens
-        self.data = encode(tokens)
+        self.tokens: Tokens = np.frombuffer(query.data, "<i4")
+        self.data = query.data
         self.caches = caches
         self.logits: mx.array | None = None
         """The logits after the last token, where prefill computed that, too."""

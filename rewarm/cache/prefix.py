@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
-
-import numpy.typing as npt
 
 from rewarm.accel import heap
 from rewarm.errors import InvalidOption, ModelMismatch
@@ -18,20 +16,18 @@ from rewarm.values import Boundary, Cost, Kind, Match, Miss, Origin
 
 from .core import CacheCore, budget_of
 from .find import Query, ResumePoint, find
-from .model import checked_tokens
+from .model import TokenIds, checked_tokens
 from .pins import Lease
 from .tiers.base import Found
 from .tiers.fetch import Fetch, Worth
 from .tiers.lower import SILENCE
-from .tree import Node, Tree
+from .tree import Node, Tree, encode
 from .views.miss import Missed, known_below, match_with, why
 from .views.stats import Stats
 from .views.survey import Survey, survey_of
 from .views.verify import digest, verify
 
 log = logging.getLogger("rewarm")
-
-TokenIds = Sequence[int] | npt.NDArray[Any]
 
 
 class PrefixCache(CacheCore):
@@ -102,10 +98,7 @@ class PrefixCache(CacheCore):
         happens on other threads, and `future` is resolved at the end. Then give the fetch to
         `take_in` or to `acquire`.
         """
-        prompt = checked_tokens(tokens, self.vocabulary)
-        with self._entered():
-            query = self._query(prompt, salt, boundaries)
-            tree = self.memory.tree(query.namespace)
+        with self._looking_for(tokens, salt, boundaries, keep=True) as (query, tree):
             return self._lower.fetch(query, tree, self.memory.pins, worth)
 
     def take_in(self, fetch: Fetch) -> Match:
@@ -145,18 +138,15 @@ class PrefixCache(CacheCore):
         """
         if not 0 < hint < math.inf:
             raise InvalidOption(f"hint={hint!r} is no likelihood: give a number above 0, such as 2")
-        prompt = checked_tokens(tokens, self.vocabulary)
         began = time.perf_counter()
         if not self._owned and not self._binding.is_same():
             self.rebind()
         if fetch is True and self.tiers:
-            fetch = self.fetch(prompt, salt, boundaries)
+            fetch = self.fetch(tokens, salt, boundaries)
             fetch.wait(SILENCE)
         fetched = time.perf_counter()
-        with self._entered():
+        with self._looking_for(tokens, salt, boundaries, keep=True) as (query, tree):
             self.memory.clock += 1
-            query = self._query(prompt, salt, boundaries)
-            tree = self.memory.tree(query.namespace)
             found = find(tree, query)
             matched = time.perf_counter()
             below = None
@@ -177,7 +167,7 @@ class PrefixCache(CacheCore):
                 restored_bytes=pin.nbytes,
                 miss=miss,
             )
-            return Lease(self, prompt, caches, pin, cuts, cost, warm=warm, hint=hint)
+            return Lease(self, query, caches, pin, cuts, cost, warm=warm, hint=hint)
 
     def commit(
         self,
@@ -234,10 +224,7 @@ class PrefixCache(CacheCore):
     ) -> None:
         """Note that this prompt has an answer that a person will reply to. Do not call it after a
         tool call: its result follows soon."""
-        prompt = checked_tokens(tokens, self.vocabulary)
-        with self._entered():
-            query = self._query(prompt, salt, boundaries)
-            tree = self.memory.tree(query.namespace, keep=False)
+        with self._looking_for(tokens, salt, boundaries, keep=False) as (query, tree):
             self.memory.evictor.mark_idle(tree.walk(query.data, query.cuts).node)
 
     def nodes(self) -> list[Node]:
@@ -320,9 +307,8 @@ class PrefixCache(CacheCore):
 
     def close(self) -> None:
         """Flush, and free everything. Lower tiers keep what they have for the next process."""
-        with self._lock:
-            if self._closed:
-                return
+        if self._closed:
+            return
         try:
             self.flush()
         finally:
@@ -330,6 +316,17 @@ class PrefixCache(CacheCore):
                 self._closed = True
                 self.memory.forget()
             self._lower.close()
+
+    @contextmanager
+    def _looking_for(
+        self, tokens: TokenIds, salt: str | None, boundaries: Sequence[Boundary], *, keep: bool
+    ) -> Iterator[tuple[Query, Tree]]:
+        """Enter, and give the query for a prompt, and its tree: see `Memory.tree`."""
+        prompt = checked_tokens(tokens, self.vocabulary)
+        with self._entered():
+            namespace, cuts = self.namespace(salt), self._divider.grid(len(prompt), boundaries)
+            query = Query(namespace, encode(prompt), cuts, self.layout, self.reuse)
+            yield query, self.memory.tree(namespace, keep=keep)
 
     def _looked_for(
         self,
@@ -339,13 +336,10 @@ class PrefixCache(CacheCore):
         tiers: bool | Sequence[Found],
     ) -> tuple[Query, Tree, Sequence[Found]]:
         """Look for a prompt. Returns the query, memory's tree and the tiers' answers."""
-        prompt = checked_tokens(tokens, self.vocabulary)
-        with self._entered():
-            query = self._query(prompt, salt, boundaries)
-            tree = self.memory.tree(query.namespace, keep=False)
-            below = find(tree, query).at < query.length - 1
+        with self._looking_for(tokens, salt, boundaries, keep=False) as (query, tree):
+            ask = tiers is True and find(tree, query).at < query.length - 1
         if tiers is True:
-            tiers = self._lower.ask(query) if below else ()
+            tiers = self._lower.ask(query) if ask else ()
         return query, tree, tiers or ()
 
     def _with_fetched(

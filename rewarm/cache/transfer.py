@@ -16,7 +16,6 @@ from .find import Query, ResumePoint, find
 from .layout import Layout
 from .memory import SPARE_BUFFERS, Memory
 from .model import MakeCaches
-from .payload import PackedState, Rows
 from .pins import Lease
 from .placement import APART, WEIGHTS
 from .tree import NODE_BYTES, WIDTH, Checkpoint, Tree, agreement
@@ -48,7 +47,8 @@ class Transfer:
             headroom += -(query.length + headroom) % STEP
         while found.at:
             try:
-                caches = self._built(found, query.length - found.at + headroom)
+                more = query.length - found.at + headroom
+                caches = self.layout.build(self.blank(), found.node, found.at, more)
                 mx.eval([getattr(c, "state", None) for c in caches])
                 return found, caches
             except Exception:
@@ -59,19 +59,6 @@ class Transfer:
                     cold = replace(found.match, resume=0, reason="failed", tier=None)
                     found = replace(found, match=cold, node=tree.root)
         return found, self.blank()
-
-    def _built(self, found: ResumePoint, headroom: int) -> list[Any]:
-        """Build the caches of a match. Raises where anything is missing or of another form."""
-        path = [*found.node.path()][::-1]
-        state = found.node.checkpoint.state if found.node.checkpoint else None
-        return self.layout.build(
-            self.blank(),
-            rows=[node.rows for node in path if isinstance(node.rows, Rows)],
-            window=[node.window for node in path if isinstance(node.window, Rows)],
-            state=state if isinstance(state, PackedState) else None,
-            position=found.at,
-            headroom=headroom,
-        )
 
     def commit(self, lease: Lease, stop: int, origin: Origin, kind: Kind | None) -> None:
         if not stop:

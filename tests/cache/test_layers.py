@@ -24,7 +24,9 @@ import rewarm
 from rewarm.cache import layer_kinds
 from rewarm.cache.layer_kinds import Opaque, kind_of, leaves
 from rewarm.cache.layout import Layout
-from rewarm.cache.payload import SEGMENT
+from rewarm.cache.payload import SEGMENT, PackedState
+from rewarm.cache.tree import Checkpoint, Node, Tree
+from tests.cache.test_tree import key
 
 HEADS, WIDTH = 2, 32
 
@@ -63,8 +65,10 @@ def visible(cache: Any, fetched: list[np.ndarray[Any, Any]]) -> list[np.ndarray[
     return fetched
 
 
-def pieces(layout: Layout, group: Any, spans: list[tuple[int, int]], caches: Any) -> list[Any]:
-    return [layout.pack(group, caches, a, b) for a, b in spans]
+def node_with(state: PackedState) -> Node:
+    node: Node = Tree().root
+    node.checkpoint = Checkpoint("end", state, 0)
+    return node
 
 
 steps = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -92,26 +96,21 @@ def test_a_rebuilt_cache_goes_on_like_the_one_it_was_read_from(
 
     caches = composed(single)
     layout = Layout(composed([CACHES[n]() for n in names]))
-    held: dict[str, list[Any]] = {"rows": [], "window": []}
+    tree = Tree()
+    node: Node = tree.root
     position = 0
     for step in before:
         span = range(position, position + step)
         for i, cache in enumerate(leaves(caches)):
             feed(cache, span, i)
         first = max(position, layout.first_row(caches, position + step))
+        node = tree.add(node, key(*span), "prefill")
         if layout.has_rows:
-            held["rows"] += pieces(layout, "rows", [(position, span.stop)], caches)
+            node.rows = layout.pack("rows", caches, position, span.stop)
         if layout.has_window:
-            held["window"] += pieces(layout, "window", [(first, span.stop)], caches)
+            node.window = layout.pack("window", caches, first, span.stop)
         position = span.stop
-    built = layout.build(
-        composed([CACHES[n]() for n in names]),
-        rows=held["rows"],
-        window=held["window"],
-        state=None,
-        position=position,
-        headroom=cut,
-    )
+    built = layout.build(composed([CACHES[n]() for n in names]), node, position, cut)
     for step in after:
         span = range(position, position + step)
         for i, (a, b) in enumerate(zip(leaves(caches), leaves(built), strict=True)):
@@ -172,9 +171,7 @@ def test_an_unknown_class_is_captured_by_its_attributes() -> None:
     assert isinstance(layout.kinds[0], Opaque)
     state = layout.capture([cache])
     cache.parts["a"][0, 0] = 99  # the copy is not touched
-    built = layout.build(
-        [WithAttributes()], rows=[], window=[], state=state, position=7, headroom=0
-    )[0]
+    built = layout.build([WithAttributes()], node_with(state), 7, 0)[0]
     assert built.offset == 7
     assert built.parts["b"] == [None, 2.5]
     assert built.parts["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -185,7 +182,7 @@ def test_an_unknown_class_without_attributes_is_captured_by_its_state() -> None:
     cache._hidden = mx.array([3.0, 4.0])
     layout = Layout([WithState()])
     state = layout.capture([cache])
-    built = layout.build([WithState()], rows=[], window=[], state=state, position=1, headroom=0)[0]
+    built = layout.build([WithState()], node_with(state), 1, 0)[0]
     assert built._hidden.tolist() == [3.0, 4.0]
 
 
@@ -254,9 +251,13 @@ def test_missing_rows_are_an_error_and_not_a_shorter_cache() -> None:
     cache = KVCache()
     cache.update_and_fetch(*rows(range(50), 0))
     layout = Layout([KVCache()])
-    held = pieces(layout, "rows", [(0, 20), (30, 50)], [cache])
+    tree = Tree()
+    first = tree.add(tree.root, key(*range(20)), "prefill")
+    first.rows = layout.pack("rows", [cache], 0, 20)
+    last = tree.add(first, key(*range(20, 50)), "prefill")
+    last.rows = layout.pack("rows", [cache], 30, 50)
     with pytest.raises(LookupError, match="20"):
-        layout.build([KVCache()], rows=held, window=[], state=None, position=50, headroom=0)
+        layout.build([KVCache()], last, 50, 0)
 
 
 class Foreign:

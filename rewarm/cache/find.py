@@ -79,13 +79,10 @@ def find(tree: Tree, query: Query) -> ResumePoint:
     walk = tree.walk(query.data, query.cuts)
     # At least one token is left to compute. In a tree of chunks only whole ones count.
     limit = min(walk.shared, length - 1) if tree.splits else walk.node.end
-    found = _resume(layout, walk.node, limit) if layout.reusable else None
-    node, resume = found or (tree.root, 0)
-    reason: Reason | None = None
     if not layout.reusable:
-        reason = "disabled"
-    elif resume < length - 1:
-        reason = _missed(walk, query.data, length, resume, limit)
+        return ResumePoint(Match(length, walk.shared, reason="disabled"), tree.root, limit)
+    node, resume = _resume(layout, walk.node, limit) or (tree.root, 0)
+    reason = _missed(walk, query.data, length, resume, limit) if resume < length - 1 else None
     match = Match(length, walk.shared, resume, reason, MEMORY if resume else None)
     return ResumePoint(match, node, junction=limit)
 

@@ -112,25 +112,24 @@ class Watch:
 
     def __init__(self, model: Any, besides: Collection[Slot] = ()) -> None:
         """The slots in `besides` may change, and so may a memo that is still to be filled."""
-        modules = [(module, dict(_values(module))) for module in modules_of(model)]
         self.besides = set(besides)
-        for i, (_, held) in enumerate(modules):
-            self.besides |= {(i, name) for name, value in held.items() if _is_memo(name, value)}
-        self._held = [
-            (weakref.ref(module), {name: _ref(value) for name, value in held.items()})
-            for module, held in modules
-        ]
+        self._before: list[tuple[weakref.ref[Module], dict[str, Any]]] = []
+        for i, module in enumerate(modules_of(model)):
+            values = dict(_values(module))
+            self.besides |= {(i, name) for name, value in values.items() if _is_memo(name, value)}
+            refs = {name: _ref(value) for name, value in values.items()}
+            self._before.append((weakref.ref(module), refs))
 
     def changes(self) -> Iterator[Slot]:
         """Yield the slots that hold another object now."""
-        for i, (module_ref, refs) in enumerate(self._held):
+        for i, (module_ref, refs) in enumerate(self._before):
             module = module_ref()
-            held = dict(_values(module)) if module is not None else {}
+            now = dict(_values(module)) if module is not None else {}
             for name, ref in refs.items():
                 was = ref() if type(ref) is weakref.ref else ref
-                if held.pop(name, _GONE) is not was and (i, name) not in self.besides:
+                if now.pop(name, _GONE) is not was and (i, name) not in self.besides:
                     yield i, name
-            yield from ((i, name) for name in held if (i, name) not in self.besides)
+            yield from ((i, name) for name in now if (i, name) not in self.besides)
 
 
 _GONE = object()
@@ -261,18 +260,18 @@ class _Describer:
             yield from (f"{self.note(key)}={self.note(value)}" for key, value in thing.items())
 
     def _attributes(self, thing: Any) -> Iterator[str]:
-        held = dict(getattr(thing, "__dict__", None) or {})
+        values = dict(getattr(thing, "__dict__", None) or {})
         for kind in type(thing).__mro__:
             slots = vars(kind).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
                 if not name.startswith("__") and hasattr(thing, name):
-                    held[name] = getattr(thing, name)
+                    values[name] = getattr(thing, name)
         if isinstance(thing, Module) and id(thing) not in self._own:
             # All models of the process share such a module, for example the default of a function:
             # another model's `eval()` sets its flag.
-            held.pop("_training", None)
-        for name in sorted(held.keys() - NOT_COMPUTED_WITH):
-            yield f".{name}={self.note(held[name])}"
+            values.pop("_training", None)
+        for name in sorted(values.keys() - NOT_COMPUTED_WITH):
+            yield f".{name}={self.note(values[name])}"
 
     def _class(self, thing: type) -> Iterator[str]:
         yield f"class {_name(thing)}"

@@ -156,6 +156,9 @@ class Segment:
                 )
 
     def cut(self, start: int, stop: int) -> Segment:
+        """Copy a part of the segment. All of it is shared."""
+        if (start, stop) == (self.start, self.stop):
+            return self
         a, b = start - self.start, stop - self.start
         return Segment(start, stop, tuple(detached([x[:, :, a:b]], HEADS) for x in self.arrays))
 
@@ -191,16 +194,12 @@ class Rows:
         """Return the rows from `start` to `stop` that there are. Whole segments are shared."""
         if start <= self.start and self.stop <= stop:
             return self
-        found, cut = [], []
+        found = []
         for segment in self.segments:
             first, last = max(start, segment.start), min(stop, segment.stop)
-            if first >= last:
-                continue
-            if (first, last) != (segment.start, segment.stop):
-                segment = segment.cut(first, last)
-                cut.append(segment)
-            found.append(segment)
-        mx.eval([segment.arrays for segment in cut])
+            if first < last:
+                found.append(segment.cut(first, last))
+        mx.eval([segment.arrays for segment in found])
         return Rows(self.packing, tuple(found)) if found else None
 
 
@@ -280,13 +279,10 @@ def _parts(pieces: Sequence[Rows], spans: Sequence[tuple[int, int]]) -> list[Seg
     for start, stop in spans:
         at = start
         for segment in segments:
-            if segment.stop <= at or segment.start >= stop:
-                continue
-            if segment.start > at:
-                break
             end = min(segment.stop, stop)
-            parts.append(SegmentPart(segment, at - segment.start, end - segment.start))
-            at = end
+            if segment.start <= at < end:
+                parts.append(SegmentPart(segment, at - segment.start, end - segment.start))
+                at = end
         if at < stop:
             raise LookupError(f"rows {at} to {stop} are missing")
     return parts

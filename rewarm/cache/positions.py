@@ -69,11 +69,9 @@ def position_limit(model: Any) -> int:
     it, this is not so. Call it on a thread that may run the model. Copies of the modules are
     called, because some modules keep what they computed last.
     """
-    limit, name = FAR, ""
-    for module in _distinct(position_modules(model)):
-        position = _limit_of(module, model)
-        if position < limit:
-            limit, name = position, type(module).__name__
+    modules = _distinct(position_modules(model))
+    limits = [(_limit_of(module, model), type(module).__name__) for module in modules]
+    limit, name = min(limits, default=(FAR, ""))
     if limit < FAR:
         _warn(type(model).__module__.rpartition(".")[2], name, limit)
     return limit
@@ -106,7 +104,8 @@ def _limit_of(module: Module, model: Any) -> int:
     probe = _Probe.of(module, most_heads(model))
     if probe is None:
         return 0
-    numbers = {*_numbers(module), *_numbers(_arguments(model)), *POWERS}
+    arguments = [getattr(model, name, None) for name in ("args", "config")]
+    numbers = {*_numbers(module), *_numbers(arguments), *POWERS}
     agreed = 1
     for stop in sorted(n + MARGIN for n in numbers):
         if probe.agrees(stop):
@@ -162,11 +161,11 @@ class _Probe:
 
 def _distinct(modules: list[Module]) -> list[Module]:
     """Keep one of the modules with equal values: every layer has a position module of its own."""
-    found = {tuple(_held(part) for part in modules_of(module)): module for module in modules}
+    found = {tuple(_own_values(part) for part in modules_of(module)): module for module in modules}
     return list(found.values())
 
 
-def _held(module: Module) -> tuple[Any, ...]:
+def _own_values(module: Module) -> tuple[Any, ...]:
     values = {**module, **vars(module)}
     return type(module), *((n, _plain(v)) for n, v in values.items() if not isinstance(v, Module))
 
@@ -175,10 +174,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, mx.array):
         return value.shape, str(value.dtype), np.array(value.flatten().view(mx.uint8)).tobytes()
     return repr(value)
-
-
-def _arguments(model: Any) -> list[Any]:
-    return [getattr(model, name, None) for name in ("args", "config")]
 
 
 def _numbers(thing: Any, depth: int = 4) -> Iterator[int]:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
 
-from rewarm.errors import CacheClosed
+from rewarm.errors import CacheClosed, ModelMismatch
 from rewarm.options import CacheOptions, parse_size
 from rewarm.values import Namespace
 
-from .identity import Description
+from .identity import Description, Watch, execution, keeps_memos, run_once
 from .layout import Layout
 from .ledger import Ledger
 from .memory import Memory, auto_size, most_buffers
-from .model import Binding, MakeCaches, cache_maker, vocabulary_size
+from .model import MakeCaches, cache_maker, form_of, vocabulary_size
 from .pins import Pin
 from .placement import Divider
 from .positions import FAR, position_limit
@@ -37,6 +39,8 @@ from .worth import Retention, WorkPerByte
 log = logging.getLogger("rewarm")
 
 CPU_CHUNK, GPU_CHUNK = 512, 2048
+
+_unknown = itertools.count(1)
 
 
 class CacheCore:
@@ -76,14 +80,11 @@ class CacheCore:
             what = ", ".join(self.layout.unknown) or "no layer"
             log.warning("reuse is off for %s: %s cannot be captured", type(model).__name__, what)
         self._divide()
-        self._binding = Binding(
-            model,
-            self.blank,
-            kv=f"{kv_bits}/{kv_group_size}" if kv_bits else "plain",
-            adapter=adapter,
-            exact=reuse == "exact",
-            chunk=self.chunk,
-        )
+        # A folder may be moved, so its path is no name. The model's identity covers its content.
+        named = "" if Path(adapter).is_dir() else adapter
+        kv = f"{kv_bits}/{kv_group_size}" if kv_bits else "plain"
+        self._namespace = Namespace("", named, kv, form_of(self.blank()))
+        self._start_anew()
         ledger = Ledger(budget_of(memory), max_buffers or most_buffers())
         policy = retention or WorkPerByte()
         self._lower = Lower(self.layout)
@@ -114,7 +115,7 @@ class CacheCore:
         self._owned = owned
         if self._attaching is not None or not (self._folder or self._unopened):
             return
-        description = self._binding.describe()
+        description = self._described(self.model)
         if not owned:
             return self._attach(description)
         self._attaching = threading.Thread(
@@ -123,19 +124,19 @@ class CacheCore:
         self._attaching.start()
 
     def _attach(self, description: Description) -> None:
-        namespace = before = self._binding.namespace
+        namespace = before = self._namespace
         opened: list[Tier] = []
         try:
-            namespace = self._binding.identified(description)
+            namespace = self._identified(description)
             opened = self._opened(namespace)
         except Exception:
             log.exception("there is no tier below memory: the model cannot be told from others")
         with self._lock:
             self._attaching, self._folder, self._unopened = None, None, []
-            if self._closed or self._binding.namespace != before:
+            if self._closed or self._namespace != before:
                 log.warning("there is no tier below memory: the model changed while it was read")
             elif opened:
-                self._binding.namespace = namespace
+                self._namespace = namespace
                 self.memory.rename(namespace.base)
                 self._lower.open(opened, self.memory.trees.values())
                 return
@@ -175,30 +176,68 @@ class CacheCore:
         and forgets everything."""
         self._attached()
         if model is not None and model is not self.model:
-            self._binding.check(model)
-        namespace = None
-        if self._lower.lanes:
-            namespace = self._binding.identified(self._binding.describe())
+            self.check_model(model)
+        described = self._described(self.model) if self._lower.lanes else None
+        namespace = self._identified(described) if described is not None else None
         with self._entered():
             self._divide()
             if namespace is None:
-                self._binding.start_anew()
+                self._start_anew()
                 self.memory.forget()
-            else:
-                if namespace != self._binding.namespace:
-                    log.info("the model was changed: what is computed from now on is kept apart")
-                self._binding.namespace = namespace
+            elif namespace != self._namespace:
+                log.info("the model was changed: what is computed from now on is kept apart")
+                self._namespace = namespace
 
     def check_model(self, model: Any) -> None:
         """Raise unless the cache was made for a model that computes the same."""
-        if model is not self.model:
-            self._binding.check(model)
-        elif self._lower.lanes:
-            self.rebind()
+        if model is self.model:
+            if self._lower.lanes:
+                self.rebind()
+            return
+        mine, theirs = (self._identified(self._described(each)) for each in (self.model, model))
+        if mine != theirs:
+            raise ModelMismatch(
+                f"this cache was made for another model ({type(self.model).__module__}): "
+                "make one for this model with PrefixCache(model)"
+            )
 
     def namespace(self, salt: str | None = None) -> Namespace:
         """Return the namespace in which prompts with this salt share state."""
-        return self._binding.namespace.salted(salt)
+        return self._namespace.salted(salt)
+
+    def _start_anew(self) -> None:
+        """Take a namespace that is valid only in this process, and for the model as it is."""
+        self._namespace = replace(self._namespace, base=f"unknown {next(_unknown)}")
+        self._watch = Watch(self.model)
+
+    def _is_same(self) -> bool:
+        """True where the model's modules still hold the same objects.
+
+        Some models replace values whenever they run. Such a change does not count.
+        """
+        changes = set(self._watch.changes())
+        if not changes:
+            return True
+        besides = self._watch.besides
+        before = Watch(self.model, besides)
+        run_once(self.model, self.blank)
+        written = set(before.changes())
+        if changes <= written:
+            self._watch = Watch(self.model, besides | written)
+        return changes <= written
+
+    def _described(self, model: Any) -> Description:
+        """Describe a model as it is now. Call it on a thread that may run the model."""
+        if keeps_memos(model):
+            run_once(model, self.blank)
+        if model is self.model:
+            self._watch = Watch(model, self._watch.besides)
+        return Description.of(model)
+
+    def _identified(self, description: Description) -> Namespace:
+        """Return the namespace of a described model. This is slow, because it reads all weights."""
+        executes = execution(exact=self.reuse == "exact", chunk=self.chunk)
+        return replace(self._namespace, base=description.identity(executes))
 
     @property
     def limit(self) -> int:

@@ -217,7 +217,7 @@ def join(
     wanted: Sequence[int],
     headroom: int,
 ) -> list[mx.array]:
-    """Copy the `wanted` arrays over the given spans, each with room for more tokens."""
+    """Copy the `wanted` arrays over the given spans, each with space for more tokens."""
     parts = _parts(pieces, spans)
     for segment, _, _ in parts:
         segment.check(packing)

@@ -139,7 +139,7 @@ class PrefixCache(CacheCore):
         if not 0 < hint < math.inf:
             raise InvalidOption(f"hint={hint!r} is no likelihood: give a number above 0, such as 2")
         began = time.perf_counter()
-        if not self._owned and not self._binding.is_same():
+        if not self._owned and not self._is_same():
             self.rebind()
         if fetch is True and self.tiers:
             fetch = self.fetch(tokens, salt, boundaries)

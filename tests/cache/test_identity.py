@@ -187,14 +187,16 @@ def test_a_replaced_module_file_is_another_identity(
 def test_equal_models_have_one_identity_however_long_they_ran(name: str) -> None:
     model, vocabulary = zoo.tiny(name), zoo.vocabulary(name)
     cache = PrefixCache(model, memory="64MB", chunk=CHUNK)
-    binding = cache._binding
-    before = binding.describe().identity(EXECUTED)
+    before = described(cache)
     run(model, cache, prompt(70, 1, vocabulary), decode=2)
-    assert binding.describe().identity(EXECUTED) == before
-    assert binding.is_same()
-    other = PrefixCache(zoo.tiny(name), memory="64MB", chunk=CHUNK)._binding
-    assert other.describe().identity(EXECUTED) == before
-    assert PrefixCache(zoo.tiny(name, seed=1), memory="64MB")._binding.describe() != before
+    assert described(cache) == before
+    assert cache._is_same()
+    assert described(PrefixCache(zoo.tiny(name), memory="64MB", chunk=CHUNK)) == before
+    assert described(PrefixCache(zoo.tiny(name, seed=1), memory="64MB")) != before
+
+
+def described(cache: PrefixCache) -> str:
+    return cache._described(cache.model).identity(EXECUTED)
 
 
 IN_A_PROCESS = """

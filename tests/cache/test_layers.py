@@ -291,5 +291,5 @@ def test_a_kind_can_be_registered_from_outside(monkeypatch: pytest.MonkeyPatch) 
     assert layout.reusable
     cache.sums = mx.array([1.0, 2.0])
     state = layout.capture([cache])
-    built = layout.build([Foreign()], rows=[], window=[], state=state, position=7, headroom=0)[0]
+    built = layout.build([Foreign()], node_with(state), 7, 0)[0]
     assert built.sums.tolist() == [1.0, 2.0]

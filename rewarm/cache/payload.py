@@ -8,30 +8,23 @@ array per row width and dtype.
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from rewarm.accel import cuda_rows
-
-from .pages import unfilled
+from rewarm.accel import cpu_rows, cuda_rows
+from rewarm.accel.cuda_rows import Heads, RowSpan
 
 SEGMENT, GPU_SEGMENT = 512, 2048
 """The most tokens in one packed array: a split copies one segment, never the whole node. On a GPU
 the launch of a copy costs more than its bytes, and on Metal a restore launches a copy for each
 segment and layer."""
-
-WORTH_A_THREAD = 1 << 20
-"""Bytes from which arrays are joined by several threads."""
 
 TOKENS, HEADS = 2, 1
 """The axes of a row array: (batch, heads, tokens, width), as in mlx-lm's caches."""
@@ -94,22 +87,17 @@ class Packing:
         return [range(first, first + n) for first, n in zip(firsts, self.counts, strict=False)]
 
     @cached_property
-    def groups(self) -> list[list[int]]:
-        """The numbers of the arrays that are stacked together. Empty arrays are in no group."""
-        groups: dict[tuple[int, mx.Dtype], list[int]] = {}
+    def groups(self) -> list[dict[int, int]]:
+        """The numbers of the arrays that are stacked together, and the first head of each in the
+        stack. Empty arrays are in no group."""
+        groups: dict[tuple[int, mx.Dtype], dict[int, int]] = {}
+        heads: Counter[tuple[int, mx.Dtype]] = Counter()
         for i, shape in enumerate(self.shapes):
             if shape.width and shape.heads:
-                groups.setdefault((shape.width, shape.dtype), []).append(i)
+                stack = (shape.width, shape.dtype)
+                groups.setdefault(stack, {})[i] = heads[stack]
+                heads[stack] += shape.heads
         return list(groups.values())
-
-    @cached_property
-    def places(self) -> dict[int, tuple[int, int]]:
-        """The place of each array: its group, and its first head in it."""
-        found: dict[int, tuple[int, int]] = {}
-        for g, group in enumerate(self.groups):
-            heads = accumulate((self.shapes[i].heads for i in group), initial=0)
-            found |= {i: (g, head) for i, head in zip(group, heads, strict=False)}
-        return found
 
     @cached_property
     def packed(self) -> list[RowShape]:
@@ -221,48 +209,33 @@ def join(
     parts = _parts(pieces, spans)
     for segment, _, _ in parts:
         segment.check(packing)
-    tokens = sum(stop - start for start, stop in spans)
-
-    def joined(i: int) -> mx.array:
-        heads, width, dtype = packing.shapes[i]
-        if i not in packing.places:
-            return mx.zeros((1, heads, tokens + headroom, width), dtype)
-        group, head = packing.places[i]
-        found = [s.arrays[group][:, head : head + heads, a:b] for s, a, b in parts]
-        if headroom:
-            found.append(mx.zeros((1, heads, headroom, width), dtype))
-        return detached(found, TOKENS)
-
     made: dict[int, mx.array] = {}
     for g, group in enumerate(packing.groups):
         its = [i for i in group if i in wanted]
-        if its and parts and cuda_rows.fits(parts[0].segment.arrays[g], len(its)):
-            rows = [cuda_rows.RowSpan(s.arrays[g], a, b) for s, a, b in parts]
-            heads = [cuda_rows.Heads(packing.places[i][1], packing.shapes[i].heads) for i in its]
-            made.update(zip(its, cuda_rows.joined(rows, heads, headroom), strict=True))
+        rows = [RowSpan(s.arrays[g], a, b) for s, a, b in parts]
+        heads = [Heads(group[i], packing.shapes[i].heads) for i in its]
+        if its and cuda_rows.fits(rows[0].array, len(its)):
+            arrays = cuda_rows.joined(rows, heads, headroom)
+        elif its and cpu_rows.fits(rows, heads):
+            arrays = cpu_rows.joined(rows, heads, headroom)
+        else:
+            arrays = [_concatenated(rows, each, headroom) for each in heads]
+        made |= zip(its, arrays, strict=True)
+    tokens = sum(stop - start for start, stop in spans) + headroom
+    for i in wanted:
+        if i not in made:  # an array without heads, or without a width
+            number, width, dtype = packing.shapes[i]
+            made[i] = mx.zeros((1, number, tokens, width), dtype)
+    return [made[i] for i in wanted]
 
-    size = sum(s.heads * s.width * s.dtype.size for s in (packing.shapes[i] for i in wanted))
-    if mx.default_device() != mx.cpu or size * tokens < WORTH_A_THREAD or len(wanted) < 2:
-        return [made[i] if i in made else joined(i) for i in wanted]
 
-    def copied(i: int) -> mx.array:
-        heads, width, dtype = packing.shapes[i]
-        array = unfilled(1, heads, tokens + headroom, width * dtype.size)
-        into, at = np.asarray(array), 0
-        for s, a, b in parts if i in packing.places else ():
-            group, head = packing.places[i]
-            rows = s.arrays[group]
-            if dtype == mx.bfloat16:  # numpy has no such numbers
-                rows = rows.view(mx.uint16)
-            found = np.asarray(rows)[:, head : head + heads, a:b]
-            into[:, :, at : at + b - a] = found.view(np.uint8)
-            at += b - a
-        into[:, :, at:] = 0
-        array = array.view(dtype)
-        mx.eval(array)  # in this thread: an operation belongs to the thread that made it
-        return array
-
-    return list(_joiners().map(copied, wanted))
+def _concatenated(rows: Sequence[RowSpan], heads: Heads, zeros: int) -> mx.array:
+    stop = heads.first + heads.number
+    found = [array[:, heads.first : stop, a:b] for array, a, b in rows]
+    if zeros:
+        shape = (1, heads.number, zeros, found[0].shape[3])
+        found.append(mx.zeros(shape, found[0].dtype))
+    return detached(found, TOKENS)
 
 
 class SegmentPart(NamedTuple):
@@ -286,12 +259,6 @@ def _parts(pieces: Sequence[Rows], spans: Sequence[tuple[int, int]]) -> list[Seg
         if at < stop:
             raise LookupError(f"rows {at} to {stop} are missing")
     return parts
-
-
-@cache
-def _joiners() -> ThreadPoolExecutor:
-    """Return the threads that join rows on a CPU. One thread alone gets new memory too slowly."""
-    return ThreadPoolExecutor(min(4, os.cpu_count() or 1), "rewarm-join")
 
 
 PLAIN = (mx.array, bool, int, float, str, type(None))

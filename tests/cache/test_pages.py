@@ -10,14 +10,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from rewarm.cache import pages, payload
-from rewarm.cache.pages import unfilled
+from rewarm.accel import cpu_rows
+from rewarm.accel.cpu_rows import unfilled
 from rewarm.cache.payload import Packing, join
 from tests import zoo
 from tests.cache.disk.caches import ARCHITECTURES, cache_on
 from tests.runs import cold, divergence, prompt, run
 
-linux_cpu = pytest.mark.skipif(not pages.available(), reason="only on a Linux CPU")
+linux_cpu = pytest.mark.skipif(not cpu_rows.available(), reason="only on a Linux CPU")
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -57,7 +57,7 @@ def test_rows_are_joined_alike_in_large_pages_and_in_small_ones(
     pieces = [first, rows_of(dtype, 700, 1500)[1]]
     found = []
     for least in (0, 1 << 60):
-        monkeypatch.setattr(payload, "WORTH_A_THREAD", least)
+        monkeypatch.setattr(cpu_rows, "WORTH_A_THREAD", least)
         found.append(join(packing, pieces, spans, range(4), room))
     tokens = sum(stop - start for start, stop in spans)
     for a, b in zip(*found, strict=True):
@@ -71,7 +71,7 @@ def test_rows_are_joined_alike_in_large_pages_and_in_small_ones(
 def test_an_answer_from_disk_is_the_same_in_large_pages(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payload, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(cpu_rows, "WORTH_A_THREAD", 0)
     model, asked = zoo.tiny(name), prompt(150, 1, zoo.vocabulary(name))
     first = cache_on(tmp_path, model)
     run(model, first, asked)

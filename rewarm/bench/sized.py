@@ -128,7 +128,7 @@ def sized_cache(
         make_cache=list,
         layout=cast(Layout, SizedLayout(profile)),
         retention=retention,
-        max_buffers=1 << 60,
     )
+    cache.memory.ledger.max_buffers = 1 << 60
     cache.memory.evictor.on_evict = None  # no request asks for the reason of a miss
     return cache

@@ -21,8 +21,7 @@ from rewarm.values import Namespace
 
 from .identity import Description, Watch, execution, keeps_memos, run_once
 from .layout import Layout
-from .ledger import Ledger
-from .memory import Memory, auto_size, most_buffers
+from .memory import Memory, auto_size
 from .model import MakeCaches, cache_maker, form_of, vocabulary_size
 from .pins import Pin
 from .placement import Divider
@@ -31,7 +30,6 @@ from .tiers.base import Tier
 from .tiers.disk.errors import StoreError
 from .tiers.disk.store import Store
 from .tiers.disk.tier import DiskTier
-from .tiers.lower import Lower
 from .tiers.promote import Promoter
 from .transfer import Transfer
 from .worth import Retention, WorkPerByte
@@ -62,7 +60,6 @@ class CacheCore:
         retention: Retention | None = None,
         layout: Layout | None = None,
         adapter: str = "",
-        max_buffers: int | None = None,
         tiers: Sequence[Tier] = (),
         attach: bool = True,
     ) -> None:
@@ -85,10 +82,9 @@ class CacheCore:
         kv = f"{kv_bits}/{kv_group_size}" if kv_bits else "plain"
         self._namespace = Namespace("", named, kv, form_of(self.blank()))
         self._start_anew()
-        ledger = Ledger(budget_of(memory), max_buffers or most_buffers())
         policy = retention or WorkPerByte()
-        self._lower = Lower(self.layout)
-        self.memory = Memory(self.layout, ledger, policy, self._lower, chunked=reuse == "exact")
+        self.memory = Memory(self.layout, budget_of(memory), policy, chunked=reuse == "exact")
+        self._lower = self.memory.lower
         self._transfer = Transfer(self.layout, self.blank, self.memory)
         self._promoter = Promoter(self.layout, self.memory)
         self._lock = threading.RLock()

@@ -222,11 +222,8 @@ def register(kind: LayerKind) -> None:
 
 def kind_of(cache: Any) -> SpanKind | StateKind | None:
     """Return the kind of a single cache, or None where no kind takes it."""
-    for kind in KINDS:
-        found = kind.of(cache)
-        if found is not None:
-            return found
-    return None
+    found = (kind.of(cache) for kind in KINDS)
+    return next((kind for kind in found if kind is not None), None)
 
 
 def leaves(caches: Any) -> list[Any]:

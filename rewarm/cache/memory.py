@@ -34,11 +34,9 @@ SPARE_BUFFERS = 4
 class Memory:
     """The trees of one cache, with its ledger, pins and evictor. Use it under the cache's lock."""
 
-    def __init__(
-        self, layout: Layout, ledger: Ledger, policy: Retention, lower: Lower, *, chunked: bool
-    ) -> None:
-        self.ledger = ledger
-        self.lower = lower
+    def __init__(self, layout: Layout, budget: int, policy: Retention, *, chunked: bool) -> None:
+        self.ledger = Ledger(budget, most_buffers())
+        self.lower = Lower(layout)
         """The tiers below. They are told what changes here."""
         self.trees: dict[Namespace, Tree] = {}
         self.pins = Pins()
@@ -47,7 +45,7 @@ class Memory:
         """The number of prompts that were acquired."""
         self.evictor = Evictor(
             policy,
-            ledger,
+            self.ledger,
             lambda: self.clock,
             Appraiser(layout.longest_window, layout.has_state),
             on_evict=self._evicting,

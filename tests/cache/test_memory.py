@@ -133,7 +133,8 @@ def test_a_prompt_larger_than_the_budget_runs_and_the_prefix_that_fits_is_kept()
 
 def test_the_number_of_buffers_is_limited_too() -> None:
     model = zoo.tiny("qwen3_5")
-    cache = PrefixCache(model, memory="64MB", chunk=32, max_buffers=40)
+    cache = PrefixCache(model, memory="64MB", chunk=32)
+    cache.memory.ledger.max_buffers = 40
     for i in range(10):
         run(model, cache, prompt(150, i))
         cache.verify()

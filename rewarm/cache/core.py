@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from rewarm.accel.execution import execution
 from rewarm.errors import CacheClosed, ModelMismatch
 from rewarm.options import CacheOptions, parse_size
 from rewarm.values import Namespace
 
-from .identity import Description, Watch, execution, keeps_memos, run_once
+from .identity import Description, Watch, keeps_memos, run_once
 from .layout import Layout
 from .memory import Memory, auto_size
 from .model import MakeCaches, cache_maker, form_of, vocabulary_size

@@ -1,4 +1,4 @@
-"""The identity of what computes: of the live model, and of what executes it.
+"""The identity of a live model.
 
 Two models that give different logits for a prompt must never have the same identity. So every byte
 is read each time, and no digest is kept for a file or an object: an edit in place (`weight[1] = 3`)
@@ -8,9 +8,6 @@ keeps both the array object and its buffer.
 from __future__ import annotations
 
 import functools
-import os
-import platform
-import shutil
 import sys
 import types
 import weakref
@@ -22,13 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm
 import numpy as np
 import xxhash
 from mlx.nn.layers.base import Module
 
-from rewarm import accel
-from rewarm.accel import blas, replacement
+from rewarm.accel import replacement
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -74,30 +69,6 @@ class Description:
         for part in (*digests, execution.encode()):
             base.update(part)
         return f"{weights.hexdigest()}-{base.hexdigest()}"
-
-
-def execution(*, exact: bool, chunk: int) -> str:
-    """Describe what executes a model: versions, and the kind of device.
-
-    In `exact` it also covers whatever changes the bits of a result on this device.
-    """
-    cpu = mx.default_device() == mx.cpu
-    parts: list[object] = [
-        f"mlx {getattr(mx, '__version__', 'unknown')}",
-        f"mlx-lm {mlx_lm.__version__}",
-        _kernels_digest(),
-        "cpu" if cpu else "metal" if mx.metal.is_available() else "cuda",
-    ]
-    if exact:
-        parts += ["exact", chunk, accel.state(), platform.machine()]
-        parts += [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("MLX_")]
-        if cpu:
-            compiler = shutil.which("g++") or ""
-            parts += [blas.settings(), os.path.realpath(compiler) if compiler else "no compiler"]
-        else:
-            device = dict(mx.device_info())
-            parts += [device.get("device_name"), device.get("architecture"), platform.release()]
-    return "\n".join(str(part) for part in parts)
 
 
 Slot = tuple[int, str]
@@ -384,13 +355,3 @@ def _array_digest(array: mx.array) -> bytes:
 
 def _digest(array: np.ndarray[Any, Any]) -> str:
     return xxhash.xxh3_128(array.reshape(-1).view(np.uint8).data).hexdigest()
-
-
-@functools.cache
-def _kernels_digest() -> str:
-    """Digest the files that replace parts of MLX and mlx-lm."""
-    digest = xxhash.xxh3_128()
-    folder = Path(accel.__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -25,7 +25,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from rewarm import PrefixCache, Session, load
-from rewarm.cache.identity import Description, Watch, execution
+from rewarm.accel.execution import execution
+from rewarm.cache.identity import Description, Watch
 from rewarm.errors import ModelMismatch
 from rewarm.pocket import FOLDER
 from tests import zoo

@@ -23,7 +23,7 @@ from rewarm.values import Namespace
 from .identity import Description, Watch, keeps_memos, run_once
 from .layout import Layout
 from .memory import Memory, auto_size
-from .model import MakeCaches, cache_maker, form_of, vocabulary_size
+from .model import MakeCaches, blank_caches, form_of, vocabulary_size
 from .pins import Pin
 from .placement import Divider
 from .positions import FAR, position_limit
@@ -72,7 +72,7 @@ class CacheCore:
         self.reuse = reuse
         self.chunk = chunk or (CPU_CHUNK if mx.default_device() == mx.cpu else GPU_CHUNK)
         self.vocabulary = vocabulary_size(model) or 1 << 31
-        self.blank = make_cache or cache_maker(model, max_kv_size, kv_bits, kv_group_size)
+        self.blank = make_cache or partial(blank_caches, model, max_kv_size, kv_bits, kv_group_size)
         self.layout = layout or Layout(self.blank())
         if not self.layout.reusable:
             what = ", ".join(self.layout.unknown) or "no layer"
@@ -174,8 +174,7 @@ class CacheCore:
         self._attached()
         if model is not None and model is not self.model:
             self.check_model(model)
-        described = self._described(self.model) if self._lower.lanes else None
-        namespace = self._identified(described) if described is not None else None
+        namespace = self._identified(self._described(self.model)) if self._lower.lanes else None
         with self._entered():
             self._divide()
             if namespace is None:

@@ -148,8 +148,6 @@ def _has_window(layout: Layout, node: Node, position: int) -> bool:
     It is enough to ask at the ends of nodes: within one stretch of held rows, the last position is
     the easiest to restore.
     """
-    if not layout.has_window:
-        return True
     if node.windows(layout.reach(position), position) is None:
         return False
     return not layout.kept or all(

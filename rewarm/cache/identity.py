@@ -1,4 +1,4 @@
-"""The identity of a live model.
+"""The identity of a live model. `accel/execution.py` describes what executes it.
 
 Two models that give different logits for a prompt must never have the same identity. So every byte
 is read each time, and no digest is kept for a file or an object: an edit in place (`weight[1] = 3`)

@@ -67,30 +67,25 @@ def checked_tokens(tokens: TokenIds, vocabulary: int) -> Tokens:
     return given.astype(np.int32)
 
 
-def cache_maker(
+def blank_caches(
     model: Any, max_kv_size: int | None, kv_bits: int | None, kv_group_size: int
-) -> MakeCaches:
-    """Return a function that makes mlx-lm's own caches for a model.
-
-    With `kv_bits`, full attention is quantised from token 0."""
-
-    def make() -> list[Any]:
-        try:
-            caches = list(make_prompt_cache(model, max_kv_size))
-        except (AttributeError, TypeError) as error:
-            raise UnsupportedModel(
-                f"{type(model).__name__} offers no prompt cache ({error}): it needs "
-                "`make_cache()` or `layers`, as mlx-lm's models have"
-            ) from error
-        if kv_bits is None:
-            return caches
-        # mlx-lm begins to quantise at token 5,000: a span of two forms could not be joined.
-        return [
-            QuantizedKVCache(group_size=kv_group_size, bits=kv_bits) if type(c) is KVCache else c
-            for c in caches
-        ]
-
-    return make
+) -> list[Any]:
+    """Make mlx-lm's own caches for a model. With `kv_bits`, full attention is quantised from token
+    0."""
+    try:
+        caches = list(make_prompt_cache(model, max_kv_size))
+    except (AttributeError, TypeError) as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__} offers no prompt cache ({error}): it needs "
+            "`make_cache()` or `layers`, as mlx-lm's models have"
+        ) from error
+    if kv_bits is None:
+        return caches
+    # mlx-lm begins to quantise at token 5,000: a span of two forms could not be joined.
+    return [
+        QuantizedKVCache(group_size=kv_group_size, bits=kv_bits) if type(c) is KVCache else c
+        for c in caches
+    ]
 
 
 def _argument(model: Any, name: str) -> int | None:

@@ -29,6 +29,9 @@ from .views.verify import digest, verify
 
 log = logging.getLogger("rewarm")
 
+AskTiers = bool | Sequence[Found]
+"""True asks the tiers and waits for them. Answers of `ask_tiers` are used instead."""
+
 
 class PrefixCache(CacheCore):
     """A tree of prompt state for one model: match, acquire, compute, commit.
@@ -42,7 +45,7 @@ class PrefixCache(CacheCore):
         salt: str | None = None,
         boundaries: Sequence[Boundary] = (),
         *,
-        tiers: bool | Sequence[Found] = True,
+        tiers: AskTiers = True,
     ) -> Match:
         """Say how much of a prompt could be reused now. Changes nothing.
 
@@ -59,7 +62,7 @@ class PrefixCache(CacheCore):
         boundaries: Sequence[Boundary] = (),
         *,
         other_salts: Sequence[str] = (),
-        tiers: bool | Sequence[Found] = True,
+        tiers: AskTiers = True,
     ) -> Missed:
         """Say how much of a prompt could be reused now, and why not more. It waits as `match` does.
 
@@ -110,7 +113,7 @@ class PrefixCache(CacheCore):
         """
         with self._entered():
             tree = self.memory.tree(fetch.query.namespace)
-            return self._with_fetched(fetch, find(tree, fetch.query), tree, fetch.query).match
+            return self._with_fetched(fetch, find(tree, fetch.query).at, tree, fetch.query).match
 
     def acquire(
         self,
@@ -152,7 +155,7 @@ class PrefixCache(CacheCore):
             below = None
             if isinstance(fetch, Fetch):
                 below = fetch.known if fetch.query.is_for(query) else None
-                found = self._with_fetched(fetch, found, tree, query)
+                found = self._with_fetched(fetch, found.at, tree, query)
                 found = known_below(found, below) if below is not None else found
             found, caches = self._transfer.restored(found, tree, query, headroom)
             restored = time.perf_counter()
@@ -170,12 +173,7 @@ class PrefixCache(CacheCore):
             return Lease(self, query, caches, pin, cuts, cost, warm=warm, hint=hint)
 
     def commit(
-        self,
-        lease: Lease,
-        stop: int,
-        *,
-        origin: Origin = "prefill",
-        checkpoint: Kind | None = None,
+        self, lease: Lease, stop: int, *, origin: Origin = "prefill", checkpoint: Kind | None = None
     ) -> None:
         """Store what the tree lacks of the lease's caches, which stand at `stop`.
 
@@ -329,11 +327,7 @@ class PrefixCache(CacheCore):
             yield query, self.memory.tree(namespace, keep=keep)
 
     def _looked_for(
-        self,
-        tokens: TokenIds,
-        salt: str | None,
-        boundaries: Sequence[Boundary],
-        tiers: bool | Sequence[Found],
+        self, tokens: TokenIds, salt: str | None, boundaries: Sequence[Boundary], tiers: AskTiers
     ) -> tuple[Query, Tree, Sequence[Found]]:
         """Look for a prompt. Returns the query, memory's tree and the tiers' answers."""
         with self._looking_for(tokens, salt, boundaries, keep=False) as (query, tree):
@@ -342,10 +336,9 @@ class PrefixCache(CacheCore):
             tiers = self._lower.ask(query) if ask else ()
         return query, tree, tiers or ()
 
-    def _with_fetched(
-        self, fetch: Fetch, before: ResumePoint, tree: Tree, query: Query
-    ) -> ResumePoint:
-        """Put what was fetched into its tree, end the fetch, and look for the prompt again."""
+    def _with_fetched(self, fetch: Fetch, before: int, tree: Tree, query: Query) -> ResumePoint:
+        """Put what was fetched into its tree, end the fetch, and look for the prompt again. It
+        could resume at `before`."""
         pieces = fetch.taken() if fetch.future.done() and fetch.epoch == self._lower.epoch else []
         try:
             if pieces and fetch.found is not None:
@@ -356,20 +349,15 @@ class PrefixCache(CacheCore):
         fetch.cancel()
         self.memory.drain()
         found = find(tree, query)
-        if found.at <= before.at:
+        if found.at <= before:
             return found
         return replace(found, match=replace(found.match, tier=fetch.tier))
 
     def _why(
-        self,
-        match: Match,
-        tree: Tree,
-        query: Query,
-        below: Found | None,
-        other_salts: Sequence[str] = (),
+        self, match: Match, tree: Tree, query: Query, below: Found | None, salts: Sequence[str] = ()
     ) -> Miss | None:
         try:
-            named = [self.memory.tree(self.namespace(salt), keep=False) for salt in other_salts]
+            named = [self.memory.tree(self.namespace(salt), keep=False) for salt in salts]
             return why(match, tree, query, self.memory.evicted, below, named)
         except Exception:
             log.exception("the reason of a miss could not be found")

@@ -46,19 +46,6 @@ class Bucket(NamedTuple):
     abandoned: bool
 
 
-@dataclass(slots=True, eq=False)
-class Filed:
-    """An item as it was when it was put into the index."""
-
-    node: Node | None
-    """None once the item has gone, or was filed again: a heap must not keep a node alive."""
-    what: What
-    bucket: Bucket
-    worth: float
-    last_used: float
-    number: int
-
-
 class Turn(NamedTuple):
     """The order in a bucket. Items that one request used have the same age: of these, the one that
     is worth least goes first, and the end of a path goes before what lies above it."""
@@ -67,8 +54,18 @@ class Turn(NamedTuple):
     worth: float
     up: int
     number: int
-    filed: Filed
-    """It is never compared: no two numbers are equal."""
+    """No two items have the same."""
+
+
+@dataclass(slots=True, eq=False)
+class Filed:
+    """An item as it was when it was put into the index."""
+
+    node: Node | None
+    """None once the item has gone, or was filed again: a heap must not keep a node alive."""
+    what: What
+    bucket: Bucket
+    turn: Turn
 
 
 @dataclass
@@ -90,7 +87,7 @@ class Evictor:
     items are so fresh, the oldest goes, whatever it is worth."""
     evicted: Counter[str] = field(default_factory=Counter)
     """The number of evictions, by kind of item."""
-    _heaps: dict[Bucket, list[Turn]] = field(default_factory=dict)
+    _heaps: dict[Bucket, list[tuple[Turn, Filed]]] = field(default_factory=dict)
     _filed: dict[What, dict[Node, Filed]] = field(
         default_factory=lambda: {"leaf": {}, "window": {}, "checkpoint": {}}
     )
@@ -134,7 +131,7 @@ class Evictor:
         """Check that the index has everything that can be evicted, and nothing that has gone."""
         noted = self.ledger.noted
         live = {node for tree in trees for node in tree.nodes()}
-        found = {id(turn.filed) for heap in self._heaps.values() for turn in heap}
+        found = {id(filed) for heap in self._heaps.values() for _, filed in heap}
         found.update(map(id, self._leased))
         for node in live - noted.keys():
             for what in self.appraiser.kinds(node):
@@ -201,7 +198,7 @@ class Evictor:
         entries = sum(map(len, self._filed.values()))
         if self._pushed > 4 * entries + 256:
             for heap in self._heaps.values():
-                heap[:] = [turn for turn in heap if turn.filed.node is not None]
+                heap[:] = [entry for entry in heap if entry[1].node is not None]
                 heapq.heapify(heap)
             self._pushed = sum(map(len, self._heaps.values()))
 
@@ -210,13 +207,11 @@ class Evictor:
         step = round(STEPS * math.log2(worth)) if worth > 0 else -(1 << 20)
         bucket = Bucket(item.is_warm, step, self.policy.age_penalty(item), item.abandoned)
         last_used, number = self.policy.last_used(item), next(self._numbers)
-        return Filed(item.node, item.what, bucket, worth, last_used, number)
+        return Filed(item.node, item.what, bucket, Turn(last_used, worth, -item.node.end, number))
 
     def _push(self, filed: Filed) -> None:
         if filed.node is not None:
-            up = -filed.node.end
-            turn = Turn(filed.last_used, filed.worth, up, filed.number, filed)
-            heapq.heappush(self._heaps.setdefault(filed.bucket, []), turn)
+            heapq.heappush(self._heaps.setdefault(filed.bucket, []), (filed.turn, filed))
             self._pushed += 1
 
     def _unfile(self, node: Node, what: What) -> None:
@@ -244,26 +239,27 @@ class Evictor:
         while True:
             least, found = (True, math.inf), None
             for bucket, heap in list(self._heaps.items()):
-                while heap and heap[0].filed.node is None:
+                while heap and heap[0][1].node is None:
                     heapq.heappop(heap)
                 if not heap:
                     del self._heaps[bucket]
                     continue
                 if only_warm and not bucket.warm:
                     continue
-                filed = heap[0].filed
+                turn, _ = heap[0]
                 # A clock may be set back.
-                ticks = max(now - filed.last_used, 0)
+                ticks = max(now - turn.last_used, 0)
                 age = ticks / self.unit + bucket.age_penalty * crowd
-                worth = filed.worth * discount if bucket.abandoned else filed.worth
+                worth = turn.worth * discount if bucket.abandoned else turn.worth
                 score = worth / (1 + crowd / 2 + age)
                 is_fresh = ticks < self.fresh
-                rank = (is_fresh, filed.last_used if is_fresh else score)
+                rank = (is_fresh, turn.last_used if is_fresh else score)
                 if rank < least:
                     least, found = rank, bucket
             if found is None:
                 return None
-            item = self._current(heapq.heappop(self._heaps[found]).filed)
+            _, filed = heapq.heappop(self._heaps[found])
+            item = self._current(filed)
             if item is not None:
                 return item
 
@@ -289,7 +285,7 @@ class Evictor:
             return None
         item = self.appraiser.item(node, what)
         again = self._as_filed(item)
-        if (again.bucket, again.last_used) == (filed.bucket, filed.last_used):
+        if (again.bucket, again.turn.last_used) == (filed.bucket, filed.turn.last_used):
             return item
         self._file(item)
         return None

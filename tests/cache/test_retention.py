@@ -87,10 +87,10 @@ def check_that_nothing_hides(evictor: Evictor) -> None:
             now = evictor._as_filed(evictor.appraiser.item(entry.node, entry.what))
             discount = evictor.policy.abandoned_discount(0)
             before, after = (
-                e.worth * discount if e.bucket.abandoned else e.worth for e in (entry, now)
+                e.turn.worth * (discount if e.bucket.abandoned else 1) for e in (entry, now)
             )
             assert before <= after * 2**0.5 + 1e-12, entry
-            assert entry.last_used <= now.last_used
+            assert entry.turn.last_used <= now.turn.last_used
 
 
 def test_a_leaf_that_is_left_alone_is_worth_less_for_the_rows_that_go_with_it() -> None:

@@ -29,3 +29,18 @@ def machine_bytes() -> int:
     except (OSError, ValueError):
         pass  # no limit on this process
     return int(total)
+
+
+def device_buffers() -> int:
+    """Return the number of buffers that the device allows."""
+    return int(dict[str, Any](mx.device_info()).get("resource_limit", 499_000))
+
+
+def allocated(nbytes: int) -> int:
+    """Return the bytes that MLX's allocator takes for an array. A GPU's are rounded up."""
+    if mx.default_device() == mx.cpu or not nbytes:
+        return nbytes
+    page = 16384
+    if nbytes < page:
+        return 1 << (nbytes - 1).bit_length()
+    return -(-nbytes // page) * page

@@ -251,8 +251,7 @@ class CacheCore:
         # cuts. A cold run would compute its rows with the same calls, so no limit is needed.
         stores = self.reuse == "fast" and self.layout.reusable
         limit = position_limit(self.model) if stores else FAR
-        checkpoints = self.layout.has_state or self.layout.has_window
-        self._divider = Divider(self.reuse, self.chunk, checkpoints, limit)
+        self._divider = Divider(self.reuse, self.chunk, limit)
 
     def _release(self, pin: Pin) -> None:
         with self._lock:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
-from rewarm.accel.device import device_bytes
+from rewarm.accel.device import device_buffers, device_bytes
 from rewarm.options import SMALLEST
-from rewarm.values import Namespace, Origin
+from rewarm.values import Namespace, Origin, Tokens
 
-from .evicted import EvictedIndex
 from .layout import Layout
 from .ledger import Held, Ledger
 from .pins import Pin, Pins
@@ -30,12 +31,22 @@ MOST_EMPTY = 16
 SPARE_BUFFERS = 4
 """Buffers to reserve where the number is known only afterwards: a state takes one per dtype."""
 
+CAPACITY = 1 << 15
+"""The number of marks that are kept. Each takes 16 bytes."""
+GRAIN = 64
+"""Tokens between two marks inside a span: they show that a prompt shares a part of it."""
+ROUNDS = 3
+"""The number of multiplications that mix a token with its position."""
+
+Hashes = npt.NDArray[np.uint64]
+
 
 class Memory:
     """The trees of one cache, with its ledger, pins and evictor. Use it under the cache's lock."""
 
     def __init__(self, layout: Layout, budget: int, policy: Retention, *, chunked: bool) -> None:
-        self.ledger = Ledger(budget, most_buffers())
+        # Running requests need buffers as well.
+        self.ledger = Ledger(budget, device_buffers() // 2)
         self.lower = Lower(layout)
         """The tiers below. They are told what changes here."""
         self.trees: dict[Namespace, Tree] = {}
@@ -136,12 +147,77 @@ class Memory:
         self.lower.evicting(item)
 
 
+class EvictedIndex:
+    """Keeps a mark of each resume point that was evicted, in bounded space, to explain misses. New
+    marks overwrite the oldest.
+
+    A mark is the hash of a prefix: a sum over its tokens, each mixed with its position. So one pass
+    over a prompt gives the hashes of all its prefixes. A node's hash is its parent's plus that of
+    its span.
+    """
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._hash = np.zeros(capacity, np.uint64)
+        self._position = np.zeros(capacity, np.int64)
+        self._count = 0
+        # Each process draws new ones, so no client can make two prompts look alike.
+        self._secrets = [np.uint64(secrets.randbits(64) | 1) for _ in range(ROUNDS)]
+
+    def note(self, item: Item, *, resumable: bool) -> None:
+        """Mark an item that is about to be evicted. `resumable` says that a prompt could resume at
+        any position of its span."""
+        node = item.node
+        if item.what == "leaf" and resumable and node.parent is not None:
+            inside = range(node.start // GRAIN * GRAIN + GRAIN, node.end, GRAIN)
+            positions = np.array([*inside, node.end], np.int64)
+            hashes = self._prefixes(node.tokens(), self._end(node.parent), node.start)
+            self._add(hashes[positions - node.start - 1], positions)
+        elif item.what != "leaf" or node.checkpoint is not None:
+            self._add(np.array([self._end(node)], np.uint64), np.array([node.end], np.int64))
+
+    def look(self, prompt: Tokens, node: Node) -> int:
+        """Find the last position beyond a node on its path at which a prompt could have resumed,
+        before something was evicted; 0 where there is none."""
+        start = node.end
+        position = self._position[: min(self._count, len(self._hash))]
+        within = np.flatnonzero((position > start) & (position <= len(prompt)))
+        if not within.size:
+            return 0
+        hashes = self._prefixes(prompt[start:], self._end(node), start)
+        alike = within[hashes[position[within] - start - 1] == self._hash[within]]
+        return int(position[alike].max(initial=0))
+
+    def clear(self) -> None:
+        self._count = 0
+
+    def _add(self, hashes: Hashes, positions: npt.NDArray[np.int64]) -> None:
+        at = (self._count + np.arange(len(hashes))) % len(self._hash)
+        self._hash[at] = hashes
+        self._position[at] = positions
+        self._count += len(hashes)
+
+    def _end(self, node: Node) -> int:
+        """Return the hash of the path to a node's end, and keep it in the node."""
+        unknown = [node]
+        while unknown[-1].digest is None and unknown[-1].parent is not None:
+            unknown.append(unknown[-1].parent)
+        digest = unknown.pop().digest or 0
+        for each in reversed(unknown):
+            digest = each.digest = int(self._prefixes(each.tokens(), digest, each.start)[-1])
+        return digest
+
+    def _prefixes(self, tokens: Tokens, before: int, start: int) -> Hashes:
+        """Return the hash of every prefix that ends with one of the tokens. They begin at `start`.
+
+        `before` is the hash of the tokens before them. Numbers wrap around on purpose."""
+        positions = np.arange(start, start + len(tokens), dtype=np.uint64)
+        mixed = positions << np.uint64(32) | tokens.astype(np.uint64)
+        for secret in self._secrets:
+            mixed *= secret
+            mixed ^= mixed >> np.uint64(32)
+        return np.asarray(np.cumsum(mixed) + np.uint64(before), np.uint64)
+
+
 def auto_size() -> int:
     """Return the size of a cache in bytes: a share of the memory that is free now."""
     return max(int((device_bytes() - mx.get_active_memory()) * AUTO_SHARE), 64 * SMALLEST)
-
-
-def most_buffers() -> int:
-    """Return half of the buffers that the device allows: running requests need some as well."""
-    limit: Any = dict(mx.device_info()).get("resource_limit", 499_000)
-    return int(limit) // 2

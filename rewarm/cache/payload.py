@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from rewarm.accel import cpu_rows, cuda_rows
 from rewarm.accel.cuda_rows import Heads, RowSpan
+from rewarm.accel.device import allocated
 
 SEGMENT, GPU_SEGMENT = 512, 2048
 """The most tokens in one packed array: a split copies one segment, never the whole node. On a GPU
@@ -45,16 +46,6 @@ def detached(parts: Sequence[mx.array], axis: int) -> mx.array:
 
 def longest_segment() -> int:
     return SEGMENT if mx.default_device() == mx.cpu else GPU_SEGMENT
-
-
-def allocated(nbytes: int) -> int:
-    """Return the bytes that MLX's allocator takes for an array. A GPU's are rounded up."""
-    if mx.default_device() == mx.cpu or not nbytes:
-        return nbytes
-    page = 16384
-    if nbytes < page:
-        return 1 << (nbytes - 1).bit_length()
-    return -(-nbytes // page) * page
 
 
 class RowShape(NamedTuple):

@@ -95,8 +95,6 @@ class Divider:
 
     reuse: Literal["fast", "exact"]
     chunk: int
-    checkpoints: bool
-    """False where rows hold everything, so no checkpoint is taken."""
     limit: int
     """In `fast`, nothing is stored beyond this position: see `positions.py`. It is a cut of each
     prompt that crosses it, and later cuts are counted from it. So no stored row comes from a chunk
@@ -126,7 +124,9 @@ class Divider:
             wanted.append(Point(found.junction, "junction"))
         taken = points(start, last, wanted)
         if self.reuse == "fast":
-            kinds = {p.position: p.kind for p in taken} if self.checkpoints else {}
+            # Where rows hold everything, no checkpoint is taken.
+            takes = query.layout.has_state or query.layout.has_window
+            kinds = {p.position: p.kind for p in taken} if takes else {}
             stops = chunks(start, last, self.chunk, kinds) + chunks(last, stop, self.chunk)
             return [Cut(stop, kinds.get(stop)) for stop in stops]
         stops = [c for c in query.cuts if c > start]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rewarm.cache import PrefixCache, memory
-from rewarm.cache.evicted import GRAIN, EvictedIndex
 from rewarm.cache.find import GLIMPSE
+from rewarm.cache.memory import GRAIN, EvictedIndex
 from rewarm.values import Miss
 from tests import zoo
 from tests.cache.inside import evict, evict_all

@@ -10,8 +10,8 @@ import numpy as np
 
 from rewarm.values import Match, Miss, Missing
 
-from ..evicted import EvictedIndex
 from ..find import Query, ResumePoint, find, parting
+from ..memory import EvictedIndex
 from ..tiers.base import Found
 from ..tree import Tree
 

@@ -51,8 +51,8 @@ class PrefixCache(CacheCore):
 
         It asks lower tiers and waits for them, without the lock, unless `tiers` is false or holds
         what `ask_tiers` returned."""
-        query, tree, answers = self._looked_for(tokens, salt, boundaries, tiers)
-        with self._entered():
+        answers = self.ask_tiers(tokens, salt, boundaries) if tiers is True else tiers or ()
+        with self._looking_for(tokens, salt, boundaries, keep=False) as (query, tree):
             return match_with(tree, query, answers)
 
     def miss(
@@ -67,8 +67,8 @@ class PrefixCache(CacheCore):
         """Say how much of a prompt could be reused now, and why not more. It waits as `match` does.
 
         It looks at the prompt's own salt only, and at the `other_salts` that the caller names."""
-        query, tree, answers = self._looked_for(tokens, salt, boundaries, tiers)
-        with self._entered():
+        answers = self.ask_tiers(tokens, salt, boundaries) if tiers is True else tiers or ()
+        with self._looking_for(tokens, salt, boundaries, keep=False) as (query, tree):
             match = match_with(tree, query, answers)
             below = max(answers, key=lambda found: found.shared, default=None)
             return Missed(match, self._why(match, tree, query, below, other_salts))
@@ -79,7 +79,11 @@ class PrefixCache(CacheCore):
         """Ask lower tiers what they have of a prompt beyond memory, and wait for their answers.
 
         Give these to `match` or `miss` where that call must not wait."""
-        return self._looked_for(tokens, salt, boundaries, True)[2] if self.tiers else ()
+        if not self.tiers:
+            return ()
+        with self._looking_for(tokens, salt, boundaries, keep=False) as (query, tree):
+            is_all_here = find(tree, query).at == query.length - 1
+        return () if is_all_here else self._lower.ask(query)
 
     def foreign(self, tokens: TokenIds, salt: str | None = None) -> int:
         """Return the number of tokens of a prompt that lower tiers have of other models, or in
@@ -325,16 +329,6 @@ class PrefixCache(CacheCore):
             namespace, cuts = self.namespace(salt), self._divider.grid(len(prompt), boundaries)
             query = Query(namespace, encode(prompt), cuts, self.layout, self.reuse)
             yield query, self.memory.tree(namespace, keep=keep)
-
-    def _looked_for(
-        self, tokens: TokenIds, salt: str | None, boundaries: Sequence[Boundary], tiers: AskTiers
-    ) -> tuple[Query, Tree, Sequence[Found]]:
-        """Look for a prompt. Returns the query, memory's tree and the tiers' answers."""
-        with self._looking_for(tokens, salt, boundaries, keep=False) as (query, tree):
-            ask = tiers is True and find(tree, query).at < query.length - 1
-        if tiers is True:
-            tiers = self._lower.ask(query) if ask else ()
-        return query, tree, tiers or ()
 
     def _with_fetched(self, fetch: Fetch, before: int, tree: Tree, query: Query) -> ResumePoint:
         """Put what was fetched into its tree, end the fetch, and look for the prompt again. It

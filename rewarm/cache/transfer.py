@@ -124,9 +124,9 @@ class Transfer:
         def cost(tokens: int) -> tuple[int, int]:
             nbytes, buffers = NODE_BYTES + tokens * WIDTH, 0
             for first, packing in packings:
-                held = max(start + tokens - first, 0)
-                nbytes += packing.nbytes(held)
-                buffers += packing.buffers(held)
+                rows_in = max(start + tokens - first, 0)
+                nbytes += packing.nbytes(rows_in)
+                buffers += packing.buffers(rows_in)
             return nbytes, buffers
 
         if not self._make_room(lease, *cost(stop - start)):
@@ -164,7 +164,7 @@ class Transfer:
         return own + chunk_bytes + 2 * state > self.memory.ledger.budget
 
     def _window_from(self, lease: Lease, start: int, stop: int, position: int) -> int:
-        """Return the first row of a span whose window row is worth storing and still held."""
+        """Return the first row of a span whose window row is worth storing, and still there."""
         if not self.layout.has_window:
             return stop
         first = max(start, self.layout.first_row(lease.caches, position))
@@ -174,10 +174,10 @@ class Transfer:
         return first
 
     def _fill_windows(self, lease: Lease, position: int) -> None:
-        """Add the window rows that the path lacks and the running cache still holds."""
-        held = self.layout.first_row(lease.caches, position)
+        """Add the window rows that the path lacks and the running cache still has."""
+        oldest = self.layout.first_row(lease.caches, position)
         for node in lease.pin.node.path():
-            if node.end <= held:
+            if node.end <= oldest:
                 break
             first = self._window_from(lease, node.start, node.end, position)
             has = node.window.start if node.window is not None else node.end

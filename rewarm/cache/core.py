@@ -23,8 +23,7 @@ from rewarm.values import Namespace
 from .identity import Description, Watch, keeps_memos, run_once
 from .layout import Layout
 from .memory import Memory, auto_size
-from .model import MakeCaches, blank_caches, form_of, vocabulary_size
-from .pins import Pin
+from .model import MakeCaches, blank_caches, vocabulary_size
 from .placement import Divider
 from .positions import FAR, position_limit
 from .tiers.base import Tier
@@ -81,7 +80,8 @@ class CacheCore:
         # A folder may be moved, so its path is no name. The model's identity covers its content.
         named = "" if Path(adapter).is_dir() else adapter
         kv = f"{kv_bits}/{kv_group_size}" if kv_bits else "plain"
-        self._namespace = Namespace("", named, kv, form_of(self.blank()))
+        form = Description.of(self.blank()).identity()
+        self._namespace = Namespace("", named, kv, form)
         self._start_anew()
         policy = retention or WorkPerByte()
         self.memory = Memory(self.layout, budget_of(memory), policy, chunked=reuse == "exact")
@@ -161,8 +161,7 @@ class CacheCore:
 
     def _attached(self) -> None:
         """Wait until `attach` is done."""
-        work = self._attaching
-        if work is not None:
+        if (work := self._attaching) is not None:
             work.join()
 
     def rebind(self, model: Any = None) -> None:
@@ -252,10 +251,6 @@ class CacheCore:
         stores = self.reuse == "fast" and self.layout.reusable
         limit = position_limit(self.model) if stores else FAR
         self._divider = Divider(self.reuse, self.chunk, limit)
-
-    def _release(self, pin: Pin) -> None:
-        with self._lock:
-            self.memory.release(pin)
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

@@ -40,14 +40,15 @@ HASHERS = 2
 
 @dataclass(frozen=True)
 class Description:
-    """A model as text and arrays. Another thread may digest it: its arrays are evaluated."""
+    """A model, or its caches, as text and arrays. Another thread may digest it: its arrays are
+    evaluated."""
 
     text: bytes
     arrays: tuple[mx.array, ...]
 
     @staticmethod
     def of(model: Any) -> Description:
-        """Describe every value that can be reached from a model.
+        """Describe every value that can be reached from a model, or from a list of caches.
 
         Call it where lazy arrays of the model can be evaluated: on the thread that made them.
         """
@@ -57,7 +58,7 @@ class Description:
         mx.eval(found.arrays)
         return Description(text, tuple(found.arrays))
 
-    def identity(self, execution: str) -> str:
+    def identity(self, execution: str = "") -> str:
         """Digest all bytes. This reads every array, at about the speed of memory.
 
         The weights' digest comes first: it shows which namespaces belong to one model.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +13,6 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from rewarm.errors import InvalidPrompt, UnsupportedModel
 from rewarm.values import Tokens
-
-from .layer_kinds import leaves
 
 MakeCaches = Callable[[], list[Any]]
 TokenIds = Sequence[int] | npt.NDArray[Any]
@@ -99,14 +96,3 @@ def _argument(model: Any, name: str) -> int | None:
                 return size
             args = named.get("text_config")
     return None
-
-
-def form_of(caches: Sequence[Any]) -> str:
-    """Digest the classes of a model's caches, and their settings."""
-    plain = (bool, int, float, str, type(None))
-    described = []
-    for cache in leaves(list(caches)):
-        values = getattr(cache, "__dict__", {}).items()
-        settings = sorted((name, value) for name, value in values if isinstance(value, plain))
-        described.append(f"{type(cache).__qualname__} {settings!r}")
-    return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]

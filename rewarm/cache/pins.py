@@ -157,7 +157,8 @@ class Lease:
 
     def release(self) -> None:
         if self._finalizer.detach() is not None:
-            self.cache._release(self.pin)
+            with self.cache._lock:
+                self.cache.memory.release(self.pin)
 
     def __enter__(self) -> Lease:
         return self

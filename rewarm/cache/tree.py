@@ -302,8 +302,5 @@ class ChunkTree(Tree):
         beyond = max((agreement(key, rest) for key in alike), default=0)
         return Walk(node, node.end + beyond)
 
-    def split(self, node: Node, at: int) -> Node:
-        raise ValueError("a chunk is whole")
-
     def _edge(self, key: bytes) -> bytes:
         return key

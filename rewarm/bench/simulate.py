@@ -16,7 +16,9 @@ import typer
 
 from rewarm.cache import LRU, WorkPerByte
 from rewarm.cache.tree import WIDTH, Node
-from rewarm.cache.worth import Item, Retention, checkpoints_below
+from rewarm.cache import LRU, WorkPerByte
+from rewarm.cache.tree import WIDTH, Node
+from rewarm.cache.worth import Item, Retention
 from rewarm.options import parse_size
 
 from . import profiles
@@ -154,7 +156,7 @@ class Clairvoyant:
 
     def last_used(self, item: Item) -> float:
         node = item.node
-        below = checkpoints_below(node) if item.what == "checkpoint" else []
+        below = node.checkpoints_below() if item.what == "checkpoint" else []
         # On a tie the deeper item is evicted first.
         return -self._next(node, below) - min(node.end, 1 << 24) / (1 << 25)
 

@@ -72,9 +72,8 @@ class Memory:
         if keep and namespace not in self.trees:
             if len(self.trees) >= self._most:
                 used = {pin.tree for pin in self.pins.live}
-                kept = {n: t for n, t in self.trees.items() if t.root.children or t in used}
-                self.trees = kept
-                self._most = 2 * len(kept) + MOST_EMPTY
+                self.trees = {n: t for n, t in self.trees.items() if t.root.children or t in used}
+                self._most = 2 * len(self.trees) + MOST_EMPTY
             self.trees[namespace] = found
         return found
 

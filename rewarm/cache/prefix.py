@@ -160,8 +160,9 @@ class PrefixCache(CacheCore):
             if isinstance(fetch, Fetch):
                 below = fetch.known if fetch.query.is_for(query) else None
                 found = self._with_fetched(fetch, found.at, tree, query)
-                found = known_below(found, below) if below is not None else found
             found, caches = self._transfer.restored(found, tree, query, headroom)
+            if below is not None:
+                found = known_below(found, below)
             restored = time.perf_counter()
             cuts = self._divider.cuts(query, found, boundaries, marks)
             miss = self._why(found.match, tree, query, below) if not warm else None
@@ -351,8 +352,7 @@ class PrefixCache(CacheCore):
         self, match: Match, tree: Tree, query: Query, below: Found | None, salts: Sequence[str] = ()
     ) -> Miss | None:
         try:
-            named = [self.memory.tree(self.namespace(salt), keep=False) for salt in salts]
-            return why(match, tree, query, self.memory.evicted, below, named)
+            return why(match, tree, query, self.memory, below, salts)
         except Exception:
             log.exception("the reason of a miss could not be found")
             return Miss(match.reason, match.shared, match.resume) if match.reason else None

@@ -20,17 +20,7 @@ from rewarm.errors import BrokenInvariant
 
 from .ledger import Ledger
 from .tree import Node, Tree, tree_of
-from .worth import (
-    FARTHEST,
-    Appraiser,
-    Item,
-    Retention,
-    What,
-    checkpoint_above,
-    checkpoints_below,
-    is_left_behind_leaf,
-    leaves_below,
-)
+from .worth import FARTHEST, Appraiser, Item, Retention, What, is_left_behind_leaf, leaves_below
 
 STEPS = 2
 """The number of buckets for each doubling of worth."""
@@ -160,14 +150,16 @@ class Evictor:
                 self._marked.discard(node)
                 continue
             # The worth of a checkpoint depends on what goes on from it.
-            above = checkpoint_above(node)
+            above = node.checkpoint_above()
             near.update(dict.fromkeys([node] if above is None else [node, above]))
             near.update(dict.fromkeys(leaves_below(node)))
             if node.checkpoint is None:
                 self._marked.discard(node)
             elif node not in self._marked:
                 self._marked.add(node)
-                near.update(dict.fromkeys(checkpoints_below(node)))  # it has changed what they save
+                near.update(
+                    dict.fromkeys(node.checkpoints_below())
+                )  # it has changed what they save
         if self.appraiser.reach:
             for node in [*near]:
                 near.update(dict.fromkeys(self._windows_before(node)))

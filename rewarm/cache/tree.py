@@ -157,6 +157,24 @@ class Node:
             found.append(node)
         return found
 
+    def checkpoint_above(self) -> Node | None:
+        above = self.parent
+        while above is not None and above.checkpoint is None:
+            above = above.parent
+        return above
+
+    def checkpoints_below(self) -> list[Node]:
+        """Return the nearest node with a checkpoint on each way down."""
+        found: list[Node] = []
+        todo = list(self.children.values())
+        while todo:
+            each = todo.pop()
+            if each.checkpoint is not None:
+                found.append(each)
+            else:
+                todo.extend(each.children.values())
+        return found
+
 
 class Root(Node):
     """The empty span that every path of a tree begins with."""

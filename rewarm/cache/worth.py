@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Literal, Protocol
 
 from .placement import WEIGHTS
@@ -191,40 +191,16 @@ def _saved_by(item: Item) -> float:
     return item.weight * item.saves * (LEFT_BEHIND if item.abandoned else 1)
 
 
-def checkpoint_above(node: Node) -> Node | None:
-    above = node.parent
-    while above is not None and above.checkpoint is None:
-        above = above.parent
-    return above
-
-
-def checkpoints_below(node: Node) -> list[Node]:
-    """Return the nearest node with a checkpoint on each way down."""
-    found: list[Node] = []
-    todo = list(node.children.values())
-    while todo:
-        each = todo.pop()
-        if each.checkpoint is not None:
-            found.append(each)
-        else:
-            todo.extend(each.children.values())
-    return found
-
-
 def resume_before(node: Node) -> int:
     """Return the position of the last checkpoint above a node."""
-    above = checkpoint_above(node)
+    above = node.checkpoint_above()
     return above.end if above is not None else 0
 
 
 def _alone_above(node: Node) -> list[Node]:
     """Return the nodes right above that have no other child and no checkpoint."""
-    found: list[Node] = []
-    for above in islice(node.path(), 1, FARTHEST + 1):
-        if above.checkpoint is not None or above.only is None:
-            break
-        found.append(above)
-    return found
+    above = islice(node.path(), 1, FARTHEST + 1)
+    return list(takewhile(lambda n: n.checkpoint is None and n.only is not None, above))
 
 
 def leaves_below(node: Node) -> list[Node]:
@@ -248,12 +224,9 @@ def leaves_below(node: Node) -> list[Node]:
 def is_left_behind_leaf(leaf: Node) -> bool:
     """True for the end of a turn, or an answer, that the next prompt of its chat leaves out."""
     above = leaf.parent
-    return (
-        above is not None
-        and above.parent is not None
-        and len(above.children) == 2
-        and leaf.last_used < max(c.last_used for c in above.children.values())
-    )
+    if above is None or above.parent is None or len(above.children) != 2:
+        return False
+    return leaf.last_used < max(c.last_used for c in above.children.values())
 
 
 def _prompts_below(node: Node) -> list[Node]:

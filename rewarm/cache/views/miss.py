@@ -11,7 +11,7 @@ import numpy as np
 from rewarm.values import Match, Miss, Missing
 
 from ..find import Query, ResumePoint, find, parting
-from ..memory import EvictedIndex
+from ..memory import Memory
 from ..tiers.base import Found
 from ..tree import Tree
 
@@ -49,48 +49,45 @@ def why(
     match: Match,
     tree: Tree,
     query: Query,
-    evicted: EvictedIndex,
-    below: Found | None = None,
-    named: Sequence[Tree] = (),
+    memory: Memory,
+    below: Found | None,
+    salts: Sequence[str],
 ) -> Miss | None:
     """Look for the reason of a miss in what the caller's own namespace knows. None where all that
     could be reused was reused.
 
-    `below` is the answer of a tier, which may know more of a prompt than memory does.
-    `named` are the trees of other salts that the request names itself."""
+    `below` is the answer of a tier, which may know more of a prompt than memory does. The match has
+    that already.
+    `salts` are other salts that the request names itself."""
     if match.reason in ("disabled", "failed"):
         return Miss(match.reason, match.shared, match.resume)
     if match.resume >= query.length - 1:
         return None
     used, known = tree.walk(query.data, query.cuts)
-    if below is not None:
-        goes_on = match.reason is None and below.shared == match.shared
-        if below.shared > match.shared or (goes_on and below.reason == "diverged"):
-            match = replace(match, shared=below.shared, reason=below.reason)
-    reason = match.reason
     while used.parent is not None and used.end > match.resume:
         used = used.parent
-    lost = evicted.look(np.frombuffer(query.data, "<i4"), used)
+    lost = memory.evicted.look(np.frombuffer(query.data, "<i4"), used)
     if lost > match.shared:
         return Miss("evicted", match.shared, match.resume, held=lost)
-    found = [find(other, query).at for other in named]
-    if found and max(found) > match.shared:
-        return Miss("salt", match.shared, match.resume, held=max(found))
-    if reason is None:
+    named = [memory.tree(query.namespace.salted(salt), keep=False) for salt in salts]
+    most = max((find(other, query).at for other in named), default=0)
+    if most > match.shared:
+        return Miss("salt", match.shared, match.resume, held=most)
+    if match.reason is None:
         return None
     beyond = parting(tree, query)
     # Memory may have less of the prompt than the tier, or nothing beyond what is shared.
     has_less = known < match.shared or not beyond.other
     if has_less and below is not None and below.shared == match.shared:
         beyond = below.parting or beyond
-    if reason == "no_checkpoint":
+    if match.reason == "no_checkpoint":
         why: Missing = "never_taken"
         if match.resume < lost:
             why = "evicted"
         elif beyond.reached == "decode":
             why = "other_origin"
-        return Miss(reason, match.shared, match.resume, why=why)
-    if reason == "diverged":
+        return Miss(match.reason, match.shared, match.resume, why=why)
+    if match.reason == "diverged":
         other = np.frombuffer(beyond.other, "<i4")
-        return Miss(reason, match.shared, match.resume, other=other, origin=beyond.origin)
-    return Miss(reason, match.shared, match.resume)
+        return Miss(match.reason, match.shared, match.resume, other=other, origin=beyond.origin)
+    return Miss(match.reason, match.shared, match.resume)

@@ -117,7 +117,7 @@ class Layout:
             wanted.setdefault(_needed(kind, position), []).extend(numbers)
         joined: dict[int, mx.array] = {}
         for spans, asked in wanted.items():
-            arrays = join(packing, pieces, spans, asked, headroom)
+            arrays = join(pieces, spans, asked, headroom)
             joined |= zip(asked, arrays, strict=True)
         for (i, kind), numbers in zip(layers, packing.layers, strict=True):
             if numbers:

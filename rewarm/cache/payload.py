@@ -190,14 +190,11 @@ def chained(pieces: Sequence[Rows]) -> Rows | None:
 
 
 def join(
-    packing: Packing,
-    pieces: Sequence[Rows],
-    spans: Sequence[tuple[int, int]],
-    wanted: Sequence[int],
-    headroom: int,
+    pieces: Sequence[Rows], spans: Sequence[tuple[int, int]], wanted: Sequence[int], headroom: int
 ) -> list[mx.array]:
-    """Copy the `wanted` arrays over the given spans, each with space for more tokens."""
-    parts = _parts(pieces, spans)
+    """Copy the `wanted` arrays over the given spans, each with space for more tokens. The pieces
+    have one packing."""
+    packing, parts = pieces[0].packing, _parts(pieces, spans)
     for segment, _, _ in parts:
         segment.check(packing)
     made: dict[int, mx.array] = {}

@@ -73,22 +73,6 @@ def chunks(start: int, stop: int, chunk: int, points: Iterable[int] = ()) -> lis
     return cuts
 
 
-def grid(stop: int, chunk: int, durable: Iterable[int] = ()) -> list[int]:
-    """Return the cuts of `exact` up to `stop`, where the last chunk ends unfinished.
-
-    A cut lies at a durable boundary at least `APART` tokens after the last cut, and every `chunk`
-    tokens otherwise. It depends only on what lies before it: a longer prompt never moves it.
-    """
-    cuts: list[int] = []
-    boundaries = sorted(durable)
-    last = 0
-    while last < stop:
-        following = bisect_left(boundaries, last + APART)
-        last = min([last + chunk, *boundaries[following : following + 1]])
-        cuts.append(min(last, stop))
-    return cuts
-
-
 @dataclass(frozen=True)
 class Divider:
     """Divides the prefill of prompts, in the reuse mode of one cache."""
@@ -101,10 +85,23 @@ class Divider:
     that crosses it, and after a hit the later chunks are those of a cold run."""
 
     def grid(self, tokens: int, boundaries: Sequence[Boundary]) -> list[int]:
-        """Return the prompt's own cuts in `exact`, and none in `fast`."""
+        """Return the prompt's own cuts in `exact`, and none in `fast`. The last chunk ends
+        unfinished.
+
+        A cut lies at a durable boundary at least `APART` tokens after the last cut, and every
+        `chunk` tokens otherwise. It depends only on what lies before it: a longer prompt never
+        moves it.
+        """
+        cuts: list[int] = []
         if self.reuse == "fast":
-            return []
-        return grid(tokens - 1, self.chunk, (b.position for b in boundaries if b.durable))
+            return cuts
+        durable = sorted(b.position for b in boundaries if b.durable)
+        last, stop = 0, tokens - 1
+        while last < stop:
+            following = bisect_left(durable, last + APART)
+            last = min([last + self.chunk, *durable[following : following + 1]])
+            cuts.append(min(last, stop))
+        return cuts
 
     def cuts(
         self, query: Query, found: ResumePoint, boundaries: Sequence[Boundary], marks: Sequence[int]

@@ -197,17 +197,13 @@ class PrefixCache(CacheCore):
             lease.position = stop
             if self.reuse == "exact" and origin == "prefill":
                 self.layout.settle(lease.caches)
-            if (
-                lease.stopped_storing
-                or lease.pin not in self.memory.pins.live
-                or not self.layout.reusable
-            ):
+            if stop > self.limit:
+                lease.stopped_storing = True
+            was_cleared = lease.pin not in self.memory.pins.live
+            if lease.stopped_storing or was_cleared or not self.layout.reusable:
                 return
             if origin == "decode" and self.reuse == "exact":
                 return  # decoded state has other bits than a prefill of the same tokens
-            if stop > self.limit:
-                lease.stopped_storing = True
-                return
             try:
                 self._transfer.commit(lease, stop, origin, checkpoint)
             except Exception:

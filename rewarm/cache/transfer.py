@@ -141,9 +141,7 @@ class Transfer:
             if stop - start < APART:
                 return
         rows = layout.pack("rows", caches, start, stop) if layout.has_rows else None
-        window = None
-        if window_from < stop:
-            window = layout.pack("window", caches, window_from, stop)
+        window = layout.pack("window", caches, window_from, stop) if window_from < stop else None
         above, key = pin.node, lease.data[start * WIDTH : stop * WIDTH]
         node = self.memory.grow(pin, key, origin, rows, window)
         node.warm, node.waits = lease.warm, lease.warm and above.waits

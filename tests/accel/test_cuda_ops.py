@@ -198,7 +198,7 @@ def concatenated(monkeypatch: pytest.MonkeyPatch, pretended: None) -> list[int]:
     return parts
 
 
-def packed(counts: list[int], lengths: list[int]) -> tuple[Packing, Rows, list[mx.array]]:
+def packed(counts: list[int], lengths: list[int]) -> tuple[Rows, list[mx.array]]:
     """Make layers with keys and values of two widths, in segments of these lengths."""
     layers = [
         [drawn(1, n, sum(lengths), 8, seed=i), drawn(1, n, sum(lengths), 6, seed=i + 1000)]
@@ -212,7 +212,7 @@ def packed(counts: list[int], lengths: list[int]) -> tuple[Packing, Rows, list[m
     ]
     rows = chained(spans)
     assert rows is not None
-    return packing, rows, [a for layer in layers for a in layer]
+    return rows, [a for layer in layers for a in layer]
 
 
 @pytest.mark.parametrize(
@@ -226,9 +226,9 @@ def packed(counts: list[int], lengths: list[int]) -> tuple[Packing, Rows, list[m
 def test_a_restore_joins_its_rows_by_the_kernel(
     concatenated: list[int], counts: list[int], lengths: list[int], launches: list[int]
 ) -> None:
-    packing, rows, arrays = packed(counts, lengths)
+    rows, arrays = packed(counts, lengths)
     wanted = [i for i in range(len(arrays)) if i != 1]
-    found = join(packing, [rows], [(1, sum(lengths))], wanted, headroom=4)
+    found = join([rows], [(1, sum(lengths))], wanted, headroom=4)
     for array, i in zip(found, wanted, strict=True):
         assert mx.array_equal(array[:, :, :-4], arrays[i][:, :, 1:])
         assert not array[:, :, -4:].any()
@@ -237,13 +237,13 @@ def test_a_restore_joins_its_rows_by_the_kernel(
 
 def test_rows_that_are_not_as_they_should_be_are_refused() -> None:
     """They raise, which is a miss. A kernel would read the memory behind them."""
-    packing, rows, _ = packed([2, 2], [6, 6])
+    rows, _ = packed([2, 2], [6, 6])
     first, second = rows.segments
     keys, values = second.arrays
     for wrong in (keys[:, :3], keys[:, :, :4], keys.astype(mx.float16), values):
-        bad = Rows(packing, (first, replace(second, arrays=(wrong, values))))
+        bad = Rows(rows.packing, (first, replace(second, arrays=(wrong, values))))
         with pytest.raises(ValueError, match="rows 6 to 12"):
-            join(packing, [bad], [(0, 12)], [0, 2], headroom=0)
+            join([bad], [(0, 12)], [0, 2], headroom=0)
 
 
 @on_cuda

@@ -7,9 +7,16 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewarm.cache.placement import APART, chunks, grid
+from rewarm.cache.placement import APART, Divider, chunks
+from rewarm.cache.positions import FAR
+from rewarm.values import Boundary
 
 positions = st.lists(st.integers(1, 600), max_size=12)
+
+
+def grid(stop: int, chunk: int, durable: list[int]) -> list[int]:
+    """Return the cuts of a prompt that ends after `stop`."""
+    return Divider("exact", chunk, FAR).grid(stop + 1, [Boundary(at) for at in durable])
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(16, 128), positions)

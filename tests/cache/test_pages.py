@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 from rewarm.accel import cpu_rows
 from rewarm.accel.cpu_rows import unfilled
-from rewarm.cache.payload import Packing, join
+from rewarm.cache.payload import Packing, Rows, join
 from tests import zoo
 from tests.cache.disk.caches import ARCHITECTURES, cache_on
 from tests.runs import cold, divergence, prompt, run
@@ -37,14 +36,14 @@ def test_what_is_unfilled_was_never_touched() -> None:
         assert faults() - before < small // 2
 
 
-def rows_of(dtype: mx.Dtype, start: int, stop: int) -> tuple[Packing, Any]:
+def rows_of(dtype: mx.Dtype, start: int, stop: int) -> Rows:
     """Make two layers with arrays of several widths, one of them 0."""
     mx.random.seed(start)
     shape = {"keys": (1, 2, stop - start, 32), "values": (1, 2, stop - start, 48)}
     keys, values = (mx.random.normal(s).astype(dtype) for s in shape.values())
     none = mx.zeros((1, 2, stop - start, 0), dtype)
-    packing = Packing.of([[keys, values], [values, none]])
-    return packing, packing.pack([[keys, values], [values, none]], start, stop)
+    layers = [[keys, values], [values, none]]
+    return Packing.of(layers).pack(layers, start, stop)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16, mx.uint32], ids=str)
@@ -53,12 +52,11 @@ def rows_of(dtype: mx.Dtype, start: int, stop: int) -> tuple[Packing, Any]:
 def test_rows_are_joined_alike_in_large_pages_and_in_small_ones(
     dtype: mx.Dtype, room: int, spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packing, first = rows_of(dtype, 0, 700)
-    pieces = [first, rows_of(dtype, 700, 1500)[1]]
+    pieces = [rows_of(dtype, 0, 700), rows_of(dtype, 700, 1500)]
     found = []
     for least in (0, 1 << 60):
         monkeypatch.setattr(cpu_rows, "WORTH_A_THREAD", least)
-        found.append(join(packing, pieces, spans, range(4), room))
+        found.append(join(pieces, spans, range(4), room))
     tokens = sum(stop - start for start, stop in spans)
     for a, b in zip(*found, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)

@@ -1,4 +1,4 @@
-"""Join rows of many segments on a CPU by several threads, in large pages on Linux (docs/disk.md).
+"""Join rows of many segments on a CPU by several threads, in large pages on Linux.
 
 MLX copies in one thread, which gets new memory too slowly. It also fills every array that it makes.
 The system hands memory out in pages of 4 KB, each at a cost: for a copy of many megabytes, that is

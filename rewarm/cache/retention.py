@@ -157,9 +157,8 @@ class Evictor:
                 self._marked.discard(node)
             elif node not in self._marked:
                 self._marked.add(node)
-                near.update(
-                    dict.fromkeys(node.checkpoints_below())
-                )  # it has changed what they save
+                # It has changed what these save.
+                near.update(dict.fromkeys(node.checkpoints_below()))
         if self.appraiser.reach:
             for node in [*near]:
                 near.update(dict.fromkeys(self._windows_before(node)))

@@ -37,7 +37,7 @@ SPARSE = 8192
 """Tokens between two checkpoints of a long span that has no other."""
 
 NEAR = 8
-"""Of two checkpoints closer than so many tokens, only the earlier one is taken."""
+"""The least number of tokens between two checkpoints. Of two closer ones, the earlier is taken."""
 
 
 class Point(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import threading
@@ -80,7 +81,7 @@ class CacheCore:
         # A folder may be moved, so its path is no name. The model's identity covers its content.
         named = "" if Path(adapter).is_dir() else adapter
         kv = f"{kv_bits}/{kv_group_size}" if kv_bits else "plain"
-        form = Description.of(self.blank()).identity()
+        form = hashlib.sha256(Description.of(self.blank()).text).hexdigest()[:16]
         self._namespace = Namespace("", named, kv, form)
         self._start_anew()
         policy = retention or WorkPerByte()

@@ -58,7 +58,7 @@ class Description:
         mx.eval(found.arrays)
         return Description(text, tuple(found.arrays))
 
-    def identity(self, execution: str = "") -> str:
+    def identity(self, execution: str) -> str:
         """Digest all bytes. This reads every array, at about the speed of memory.
 
         The weights' digest comes first: it shows which namespaces belong to one model.

@@ -75,7 +75,10 @@ def write(
 
 def held_on_disk(cache: PrefixCache, prompts: list[Prompt]) -> list[bool]:
     disk = disk_of(cache)
-    found = [disk.find(cache._query(each, None, ())).result() for each in prompts]
+    found = []
+    for each in prompts:
+        with cache._looking_for(each, None, (), keep=False) as (query, _):
+            found.append(disk.find(query).result())
     return [f is not None and f.resume == len(p) - 1 for f, p in zip(found, prompts, strict=True)]
 
 

@@ -16,8 +16,6 @@ import typer
 
 from rewarm.cache import LRU, WorkPerByte
 from rewarm.cache.tree import WIDTH, Node
-from rewarm.cache import LRU, WorkPerByte
-from rewarm.cache.tree import WIDTH, Node
 from rewarm.cache.worth import Item, Retention
 from rewarm.options import parse_size
 

@@ -284,4 +284,4 @@ def _distinct(found: list[Boundary], stop: int) -> tuple[Boundary, ...]:
         if boundary.position >= stop:
             boundary = replace(boundary, position=stop - 1)
         best[boundary.position] = boundary
-    return tuple(best[position] for position in sorted(best) if position > 0)
+    return tuple(boundary for position, boundary in sorted(best.items()) if position > 0)

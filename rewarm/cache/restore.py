@@ -61,12 +61,11 @@ class Restorer:
     def _built(self, found: ResumePoint, headroom: int) -> list[Any]:
         """Build the caches of a match. Raises where anything is missing or of another form."""
         path = [*found.node.path()][::-1]
-        state = found.node.checkpoint.state if found.node.checkpoint else None
         return self.layout.build(
             self.blank(),
             rows=[node.rows for node in path if isinstance(node.rows, Rows)],
             window=[node.window for node in path if isinstance(node.window, Rows)],
-            state=state if isinstance(state, PackedState) else None,
+            state=found.node.state if isinstance(found.node.state, PackedState) else None,
             position=found.at,
             headroom=headroom,
         )

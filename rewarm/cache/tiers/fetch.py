@@ -15,7 +15,7 @@ from ..payload import PackedState
 from ..pins import Pin
 from .base import FetchCancelled, Found, Sealed
 from .lane import Lane
-from .seal import BrokenSeal, FetchedPayload, Unsealer
+from .seal import BrokenSeal, PathPayload, Unsealer
 
 log = logging.getLogger("rewarm")
 
@@ -75,7 +75,7 @@ class Fetch:
         self._worth = worth
         self._lanes: Sequence[Lane] = ()
         self._answers: list[Found | None] = []
-        self._pieces: list[FetchedPayload] = []
+        self._pieces: list[PathPayload] = []
         self._unsealer = Unsealer(query)
         self._calls: list[Callable[[Fetch], None]] = []
         self._ended = False
@@ -116,7 +116,7 @@ class Fetch:
             before = self.progress
         return self.future.result()
 
-    def taken(self) -> list[FetchedPayload]:
+    def taken(self) -> list[PathPayload]:
         """Hand over the payloads that came. The fetch does not keep them."""
         with self._lock:
             pieces, self._pieces = self._pieces, []

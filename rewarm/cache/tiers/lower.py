@@ -12,12 +12,11 @@ from rewarm.values import Tokens
 
 from ..find import Query, find
 from ..layout import Layout
-from ..payload import PackedState, Rows
 from ..pins import Pins
 from ..placement import WEIGHTS
 from ..tree import Node, Tree, tree_of
 from ..worth import Item
-from .base import Found, Offer, Receipt, Span, Tier
+from .base import Found, Offer, Receipt, Tier
 from .fetch import Fetch, Worth
 from .lane import MOST_WAITING, Lane
 
@@ -140,7 +139,7 @@ class Lower:
     def _offer(self, node: Node) -> Offer:
         tree = tree_of(node)
         nodes = tuple(node.path())[::-1]
-        path = tuple(_span(each) for each in nodes)
+        path = tuple(_copied(each) for each in nodes)
         return Offer(tree.namespace, path, not tree.splits, Receipt(nodes))
 
     def _is_wanted(self, node: Node, durable: bool) -> bool:
@@ -200,17 +199,7 @@ class Lower:
                 log.exception("the tier %r could not be closed", lane.tier.name)
 
 
-def _span(node: Node) -> Span:
-    checkpoint = node.checkpoint
-    state = checkpoint.state if checkpoint is not None else None
-    return Span(
-        node.start,
-        node.key,
-        node.origin,
-        node.hits,
-        node.rows if isinstance(node.rows, Rows) else None,
-        node.window if isinstance(node.window, Rows) else None,
-        state if isinstance(state, PackedState) else None,
-        checkpoint.kind if checkpoint is not None else None,
-        checkpoint.hint if checkpoint is not None else 1.0,
-    )
+def _copied(node: Node) -> Node:
+    copy = Node(None, node.start, node.key, node.origin, hits=node.hits)
+    copy.rows, copy.window, copy.checkpoint = node.rows, node.window, node.checkpoint
+    return copy

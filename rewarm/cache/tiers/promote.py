@@ -10,11 +10,11 @@ from rewarm.values import Origin
 from ..find import Query
 from ..layout import Layout
 from ..memory import Memory
-from ..payload import PackedState, Rows, chained
+from ..payload import Rows, chained
 from ..pins import Pin
 from ..tree import NODE_BYTES, WIDTH, Checkpoint, Tree
 from .base import Found
-from .seal import FetchedPayload, What
+from .seal import PathPayload, What
 
 
 @dataclass
@@ -25,10 +25,10 @@ class Promoter:
     memory: Memory
 
     def promote(
-        self, tree: Tree, query: Query, pieces: Sequence[FetchedPayload], found: Found
+        self, tree: Tree, query: Query, pieces: Sequence[PathPayload], found: Found
     ) -> None:
         """Extend the path of a prompt. What does not fit is left out, with all that follows it."""
-        upto = max(stop for piece in pieces for stop in piece.stops)
+        upto = max(piece.stop for piece in pieces)
         walk = tree.walk(query.data[: upto * WIDTH], [cut for cut in query.cuts if cut <= upto])
         pin = Pin(tree, walk.node)
         pin.take()
@@ -39,11 +39,9 @@ class Promoter:
                 return
             self._fill_windows(pin, pieces)
             self._checkpoint(pin, pieces, found)
-            origins = {
-                stop: origin
-                for piece in pieces
-                for stop, origin in zip(piece.stops, piece.origins, strict=True)
-            }
+            origins: dict[int, Origin] = {}
+            for piece in pieces:
+                origins |= piece.ends
             # In `exact` these are the prompt's own cuts: a payload may hold several chunks.
             stops = query.cuts if query.reuse == "exact" else sorted(origins)
             for stop in stops:
@@ -56,7 +54,7 @@ class Promoter:
             pin.drop()
 
     def _grow(
-        self, pin: Pin, query: Query, stop: int, pieces: Sequence[FetchedPayload], origin: Origin
+        self, pin: Pin, query: Query, stop: int, pieces: Sequence[PathPayload], origin: Origin
     ) -> bool:
         start = pin.node.end
         rows = _held(pieces, "rows", start, stop)
@@ -72,7 +70,7 @@ class Promoter:
         self.memory.grow(pin, key, origin, rows, window)
         return True
 
-    def _fill_windows(self, pin: Pin, pieces: Sequence[FetchedPayload]) -> None:
+    def _fill_windows(self, pin: Pin, pieces: Sequence[PathPayload]) -> None:
         """Give memory's nodes back the window rows that were evicted."""
         for node in pin.node.path():
             has = node.window.start if node.window is not None else node.end
@@ -82,26 +80,23 @@ class Promoter:
             if self.memory.evictor.make_room(window.nbytes, window.buffers):
                 self.memory.ledger.put_window(node, window)
 
-    def _checkpoint(self, pin: Pin, pieces: Sequence[FetchedPayload], found: Found) -> None:
+    def _checkpoint(self, pin: Pin, pieces: Sequence[PathPayload], found: Found) -> None:
         node = pin.node
-        at_end = [p for p in pieces if p.what == "state" and p.start == node.end]
+        at_end = next((p for p in pieces if p.what == "state" and p.start == node.end), None)
+        state = at_end.value if at_end is not None else None
         kind = found.kind if found.resume == node.end else None
-        if node.parent is None or node.checkpoint is not None or not (at_end or kind):
+        if at_end is not None:
+            kind = kind or at_end.kind or "end"
+        if node.parent is None or node.checkpoint is not None or kind is None:
             return
-        state = at_end[0].value if at_end else None
-        if self.layout.has_state and not isinstance(state, PackedState):
+        if state is None and self.layout.has_state:
             return
-        if isinstance(state, PackedState):
-            kind = kind or at_end[0].kind
-            if not self.memory.evictor.make_room(state.nbytes, state.buffers):
-                return
-        taken = state if isinstance(state, PackedState) else None
-        self.memory.ledger.put_checkpoint(
-            node, Checkpoint(kind or "end", taken, self.memory.clock, hint=found.hint)
-        )
+        if state is None or self.memory.evictor.make_room(state.nbytes, state.buffers):
+            taken = Checkpoint(kind, state, self.memory.clock, hint=found.hint)
+            self.memory.ledger.put_checkpoint(node, taken)
 
 
-def _held(pieces: Sequence[FetchedPayload], what: What, start: int, stop: int) -> Rows | None:
+def _held(pieces: Sequence[PathPayload], what: What, start: int, stop: int) -> Rows | None:
     """Return the rows that end at `stop`, as far back to `start` as they have no gap."""
     parts: list[Rows] = []
     for piece in sorted(pieces, key=lambda piece: -piece.stop):
@@ -111,4 +106,4 @@ def _held(pieces: Sequence[FetchedPayload], what: What, start: int, stop: int) -
         part = piece.value.part(start, at)
         if part is not None and part.stop == at:
             parts.insert(0, part)
-    return chained(parts)
+    return chained(parts) if parts else None

@@ -40,14 +40,18 @@ class FileRow(NamedTuple):
     """The first token that it holds something for. A checkpoint's file has none."""
     stop: int | None
 
+    @property
+    def span(self) -> tuple[int, int] | None:
+        return (self.start, self.stop) if self.start is not None and self.stop is not None else None
+
 
 class NodeRow(NamedTuple):
     id: int
     namespace: int
     parent: int | None
     """None for a child of the root."""
-    origin: str
-    kind: str | None
+    origin: Origin
+    kind: Kind | None
     """The kind of its checkpoint, where it has one."""
     hits: int
     used: float

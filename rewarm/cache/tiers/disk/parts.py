@@ -1,15 +1,25 @@
-"""A payload file of the disk tier, and the parts of it that nodes have."""
+"""The trees on disk: what their nodes hold is parts of payload files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...tree import Node
+from ...tree import Node, Payload, State, Tree
 from ..base import Receipt, Sealed
 
 HEADER, HEADER_PER_ARRAY = 1024, 128
 """An estimate of the bytes that a file takes beside its arrays."""
+
+
+@dataclass(eq=False)
+class DiskTree:
+    """A namespace's tree. `number` of each node is the id of its row in the index."""
+
+    tree: Tree
+    id: int
+    digest: str
+    about: dict[str, Any]
 
 
 @dataclass(eq=False, slots=True)
@@ -17,7 +27,7 @@ class File:
     """One payload file. It has `arrays` until it is written, and a `size` from then on."""
 
     id: int
-    namespace: int
+    own: DiskTree
     span: tuple[int, int] | None
     """The tokens whose rows it holds. A checkpoint's file has none."""
     nbytes: int
@@ -26,8 +36,6 @@ class File:
     arrays: Sealed | None = None
     receipt: Receipt | None = None
     """The offer to be made again where the file cannot be written."""
-    number: int = 0
-    """Its place in the order of changes."""
     nodes: set[Node] = field(default_factory=set)
     """The nodes that have a part of it."""
 
@@ -56,15 +64,20 @@ class FilePart:
         return upper, lower
 
 
-def parts_of(node: Node) -> list[FilePart]:
-    """List the parts of files that a node has."""
-    state = node.checkpoint.state if node.checkpoint is not None else None
-    return [part for part in (node.rows, node.window, state) if isinstance(part, FilePart)]
+def file_of(payload: Payload | State | None) -> File | None:
+    return payload.file if isinstance(payload, FilePart) else None
 
 
-def written_id(part: Any) -> int | None:
-    """Return the number of a part's file, once that is complete."""
-    return part.file.id if isinstance(part, FilePart) and part.file.size is not None else None
+def files_of(node: Node) -> list[File]:
+    """List the files that a node has a part of."""
+    files = (file_of(payload) for payload in (node.rows, node.window, node.state))
+    return [file for file in files if file is not None]
+
+
+def written_id(payload: Payload | State | None) -> int | None:
+    """Return the number of a payload's file, once that is complete."""
+    file = file_of(payload)
+    return file.id if file is not None and file.size is not None else None
 
 
 def nbytes_of(arrays: Sealed) -> int:

@@ -65,6 +65,6 @@ class DiskSpace:
 
     def _lacking(self, nbytes: int) -> int:
         try:
-            return nbytes + MARGIN - self._store.free_bytes()
+            return nbytes + MARGIN - self._store.unplanned_bytes()
         except OSError:  # the folder is gone, or the store is broken: there is no room at all
             return UNLIMITED

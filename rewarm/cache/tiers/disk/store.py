@@ -104,15 +104,15 @@ class Store:
         self.index.check_usable()
         return self._held + self.index.nbytes + self._quarantine.nbytes
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Return the bytes that can be written now."""
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize - self.reserve
         return min(self.limit - self.bytes(), free) - self.index.may_grow
 
-    def free_bytes(self) -> int:
+    def unplanned_bytes(self) -> int:
         """Return the bytes that can be written once everything that is planned is done."""
-        return self.room() - self._planned
+        return self.free_bytes() - self._planned
 
     def plan(self, nbytes: int) -> None:
         """Count in bytes that will be written, or, below zero, bytes that will be removed."""

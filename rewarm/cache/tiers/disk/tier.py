@@ -36,12 +36,12 @@ from ..base import (
     resolved,
 )
 from ..codec import Received
-from ..seal import OfferedPayload, Sealer, payloads
+from ..seal import PathDigest, PathPayload, payloads, sealed_payload
 from .errors import Damaged, StoreBroken
-from .parts import File, FilePart, nbytes_of
+from .parts import DiskTree, File, file_of, nbytes_of
 from .space import DiskSpace
 from .store import Store
-from .trees import SECOND, DiskTree, DiskTrees, salt_digest
+from .trees import SECOND, DiskTrees, salt_digest
 from .writer import Writer
 
 log = logging.getLogger("rewarm")
@@ -62,7 +62,6 @@ class Handle:
 
     own: DiskTree
     node: Node
-    at: int
     known: int
 
 
@@ -91,6 +90,7 @@ class DiskTier(Tier):
         self._changed = threading.Condition()
         """The lock of the trees and of what is to be written. No file is touched under it."""
         self._space = DiskSpace(store, self.trees, layout, policy)
+        self._fetches = ThreadPoolExecutor(READERS, "rewarm-disk-fetch")
         self._readers = ThreadPoolExecutor(READERS, "rewarm-disk-read")
         self._group = min(GROUP, store.limit // GROUP_SHARE)
         self._beginnings: dict[str, list[bytes]] | None = None
@@ -102,7 +102,6 @@ class DiskTier(Tier):
         with self._changed:
             yield self.trees
             if self.trees.has_work:
-                self.trees.changed += 1
                 self._changed.notify_all()
 
     # Reading
@@ -115,10 +114,10 @@ class DiskTier(Tier):
     def _found(self, own: DiskTree, query: Query) -> Found:
         point = find(own.tree, query)
         checkpoint = point.node.checkpoint if point.node.end == point.at else None
-        handle = Handle(own, point.node, point.at, query.known)
+        handle = Handle(own, point.node, query.known)
         return Found(
             point.at,
-            sum(file.nbytes for file in self._wanted(handle)),
+            sum(file.nbytes for file in self._wanted(handle, point.at)),
             handle,
             checkpoint.kind if checkpoint is not None else None,
             checkpoint.hint if checkpoint is not None else 1.0,
@@ -128,53 +127,40 @@ class DiskTier(Tier):
             parting(own.tree, query),
         )
 
-    def _wanted(self, handle: Handle) -> list[File]:
+    def _wanted(self, handle: Handle, resume: int) -> list[File]:
         """List the files to read, in the order of the path."""
-        end = handle.node
-        first = self.layout.reach(handle.at)
-        found: dict[File, None] = {}
-        for node in list(end.path())[::-1]:
+        first = self.layout.reach(resume)
+        found: dict[File | None, None] = {}
+        for node in list(handle.node.path())[::-1]:
             windowed = node.end > first or node.start < self.layout.kept
-            checkpoint = node.checkpoint if node is end and node.end == handle.at else None
-            for part in (
-                node.rows if node.end > handle.known else None,
-                node.window if windowed else None,
-                checkpoint.state if checkpoint is not None else None,
-            ):
-                if isinstance(part, FilePart):
-                    found[part.file] = None
-        return list(found)
+            resumes = node is handle.node and node.end == resume
+            found[file_of(node.rows) if node.end > handle.known else None] = None
+            found[file_of(node.window) if windowed else None] = None
+            found[file_of(node.state) if resumes else None] = None
+        return [file for file in found if file is not None]
 
     def fetch(self, found: Found, take: Take) -> Future[None]:
         handle: Handle = found.handle
-        done: Future[None] = Future()
         with self._changed:
-            wanted = self._wanted(handle)
+            wanted = self._wanted(handle, found.resume)
             # What this brings may evict other things from memory, and they may need space here.
             pin = Pin(handle.own.tree, handle.node)
             pin.take()
-        lost: list[File] = []
-        left = len(wanted)
+        return self._fetches.submit(self._fetch, handle, wanted, pin, take)
 
-        def read(file: File) -> None:
-            nonlocal left
-            try:
-                if not self._read(file, take):
-                    lost.append(file)
-            finally:
-                with self._changed:
-                    left -= 1
-                    is_last = not left
-                if is_last:
-                    self._fetched(handle, pin, lost)
-                    done.set_result(None)
-
-        for file in wanted:
-            self._readers.submit(read, file)
-        if not wanted:
-            self._fetched(handle, pin, lost)
-            done.set_result(None)
-        return done
+    def _fetch(self, handle: Handle, wanted: Sequence[File], pin: Pin, take: Take) -> None:
+        try:
+            whole = [*self._readers.map(lambda file: self._read(file, take), wanted)]
+        finally:
+            with self._changed:
+                pin.drop()
+        with self._entered() as trees:
+            for file, is_whole in zip(wanted, whole, strict=True):
+                if not is_whole:
+                    trees.lose(file)
+            if all(whole) and handle.node.parent is not None:
+                self._reads += sum(node.end > handle.known for node in handle.node.path())
+                trees.use(handle.own, handle.node)
 
     def _read(self, file: File, take: Take) -> bool:
         """Give a payload from the queue or from its file to `take`. False where it is damaged."""
@@ -198,15 +184,6 @@ class DiskTier(Tier):
             self.store.set_aside(file.id, why)
         return False
 
-    def _fetched(self, handle: Handle, pin: Pin, lost: Sequence[File]) -> None:
-        with self._entered() as trees:
-            pin.drop()
-            for file in lost:
-                trees.lose(file)
-            if not lost and handle.node in handle.own.ids:
-                self._reads += sum(node.end > handle.known for node in handle.node.path())
-                trees.use(handle.own, handle.node)
-
     def foreign(self, prompt: Tokens, salt: str | None) -> int:
         """Compare a prompt with the first spans of the paths of other models."""
         if self._beginnings is None:
@@ -224,7 +201,6 @@ class DiskTier(Tier):
     def offer(self, offers: Sequence[Offer]) -> list[Receipt]:
         with self._entered() as trees:
             refused = [offer.receipt for offer in offers if not self._keep(offer)]
-            trees.note_uses()
             refused, trees.returned = [*trees.returned, *refused], []
             return refused
 
@@ -232,49 +208,42 @@ class DiskTier(Tier):
         """Have the new part of a path written. False where there is no room for it."""
         own, end, known = self.trees.grow(offer)
         by_end = {node.end: node for node in end.path()}
-        seal = Sealer(offer)
+        path = PathDigest(offer)
         pin = Pin(own.tree, end)
         pin.take()
         try:
             for payload in payloads(offer, known, self._group):
-                nodes = [by_end[span.end] for span in payload.spans if span.end in by_end]
-                if nodes and not self._keep_payload(own, nodes, payload, seal):
+                nodes = [by_end[stop] for stop in payload.ends if stop in by_end]
+                missing = self._missing(nodes, payload)
+                if missing is None:
+                    continue
+                if self.writer.is_full:
                     return False
-            if offer.path[-1].kind is not None:
+                arrays = sealed_payload(path, missing)
+                if not self._space.make(nbytes_of(arrays)):
+                    return False
+                self.trees.put(own, nodes, missing, arrays, offer)
+            if offer.path[-1].checkpoint is not None:
                 self.trees.put_checkpoint(own, end, offer.path[-1])
             return True
         finally:
             pin.drop()
-            self._prune(own, by_end)
+            bare = [node for node in by_end.values() if node.rows is None]
+            if bare and self.layout.has_rows:
+                self.trees.drop(bare[-1])  # there was no room for its rows
 
-    def _keep_payload(
-        self, own: DiskTree, nodes: list[Node], payload: OfferedPayload, seal: Sealer
-    ) -> bool:
-        first, last = nodes[0], nodes[-1]
-        if payload.what == "state" and last.checkpoint is not None:
-            return True
+    def _missing(self, nodes: Sequence[Node], payload: PathPayload) -> PathPayload | None:
+        """Return the part of a payload that these nodes do not have."""
+        if not nodes or (payload.what == "state" and nodes[-1].checkpoint is not None):
+            return None
         if payload.what == "window" and isinstance(payload.value, Rows):
+            first, last = nodes[0], nodes[-1]
             has = last.window.start if last.window is not None else last.end
             part = payload.value.part(first.start, last.end)
             if part is None or part.start >= has:
-                return True
-            payload = replace(payload, value=part)
-        if self.writer.is_full:
-            return False
-        arrays = seal.sealed(payload)
-        if not self._space.make(nbytes_of(arrays)):
-            return False
-        if payload.what == "state":
-            self.trees.put_checkpoint(own, last, payload.spans[-1])
-        self.trees.put(own, nodes, payload.what, arrays, payload.tokens, seal.receipt)
-        return True
-
-    def _prune(self, own: DiskTree, by_end: dict[int, Node]) -> None:
-        """Remove the nodes for whose rows there was no room."""
-        if self.layout.has_rows:
-            bare = [node for _, node in sorted(by_end.items()) if node.rows is None]
-            if bare:
-                self.trees.drop(own, bare[0])
+                return None
+            return replace(payload, value=part, start=part.start)
+        return payload
 
     def flush(self, deadline: float | None) -> bool:
         timeout = deadline - time.monotonic() if deadline is not None else None
@@ -282,7 +251,7 @@ class DiskTier(Tier):
 
     def forget(self, weights: Collection[str]) -> None:
         with self._entered() as trees:
-            ours = {*weights, *trees.weights}
+            ours = {*weights, *(base.weights for base in trees.bases)}
             trees.forget()
             self._space.evictor.forget()
         self.writer.wait()
@@ -296,6 +265,7 @@ class DiskTier(Tier):
 
     def close(self) -> None:
         self.writer.close()
+        self._fetches.shutdown()
         self._readers.shutdown()
         self.store.close()
 

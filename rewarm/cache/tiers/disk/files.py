@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..base import Sealed
-from ..codec import StoredArray
+from ..codec import Received, StoredArray
 from .errors import Damaged
 from .folder import make_folder, size_of, sync_folder
 
@@ -53,31 +53,25 @@ def place(folder: Path, id: int) -> str:
 
 def encode(arrays: Sealed) -> list[memoryview]:
     """Return the parts of a safetensors file in order. No contiguous array is copied."""
-    plain: Sealed = {}
-    for name, array in arrays.items():
+    header: dict[str, Any] = {"__metadata__": {"format": "rewarm"}}
+    data: list[memoryview] = []
+    at = 0
+    # The widest first: every array begins at a multiple of its width, and there are no gaps.
+    for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize):
         dtype = array.dtype.newbyteorder("<")
         if name == "__metadata__" or dtype not in NAMES:
             raise TypeError(
                 f"the array {name!r} of {array.dtype} has no place in a safetensors file"
             )
-        plain[name] = np.ascontiguousarray(array, dtype)
-    # The widest first: every array begins at a multiple of its width, and there are no gaps.
-    order = sorted(plain, key=lambda name: -plain[name].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "rewarm"}}
-    at = 0
-    for name in order:
-        array = plain[name]
-        header[name] = {
-            "dtype": NAMES[array.dtype],
-            "shape": list(arrays[name].shape),
-            "data_offsets": [at, at + array.nbytes],
-        }
+        offsets = [at, at + array.nbytes]
+        header[name] = {"dtype": NAMES[dtype], "shape": array.shape, "data_offsets": offsets}
         at += array.nbytes
+        if array.nbytes:
+            plain = np.ascontiguousarray(array, dtype)
+            data.append(plain.reshape(-1).view(np.uint8).data)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNED)
-    parts = [memoryview(len(text).to_bytes(8, "little") + text)]
-    parts += [plain[n].reshape(-1).view(np.uint8).data for n in order if plain[n].nbytes]
-    return parts
+    return [memoryview(len(text).to_bytes(8, "little") + text), *data]
 
 
 def decode(header: bytes, size: int) -> list[StoredArray]:
@@ -134,20 +128,12 @@ def write(folder: Path, id: int, arrays: Sealed) -> int:
     return size
 
 
-def blank(found: Sequence[StoredArray]) -> Sealed:
-    return {array.name: np.empty(array.shape, array.dtype) for array in found}
-
-
-def read(
-    folder: Path, id: int, size: int, new: Callable[[Sequence[StoredArray]], Sealed] = blank
-) -> Sealed:
-    """Read a file of `size` bytes into the arrays that `new` makes.
-
-    Raises `Damaged`, and `OSError` where the file cannot be read now."""
+def read(folder: Path, id: int, size: int) -> Received:
+    """Read a file of `size` bytes. Raises `Damaged`, and `OSError` where it cannot be read now."""
     try:
         fd = os.open(place(folder, id), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            return _read(fd, size, new)
+            return _read(fd, size)
         finally:
             os.close(fd)
     except OSError as error:
@@ -156,7 +142,7 @@ def read(
         raise
 
 
-def _read(fd: int, size: int, new: Callable[[Sequence[StoredArray]], Sealed]) -> Sealed:
+def _read(fd: int, size: int) -> Received:
     has = os.fstat(fd).st_size
     if has != size:
         raise Damaged(f"it has {has} bytes instead of {size}")
@@ -166,7 +152,7 @@ def _read(fd: int, size: int, new: Callable[[Sequence[StoredArray]], Sealed]) ->
         head = os.pread(fd, length, 0)
     try:
         found = decode(head[8:length], size - length)
-        arrays = new(found)
+        arrays = Received(found)
         parts = [arrays[a.name].reshape(-1).view(np.uint8).data for a in found if a.nbytes]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"its header cannot be read ({error})") from error

@@ -68,9 +68,6 @@ class NodeRow(NamedTuple):
         return tuple(id for id in found if id is not None)
 
 
-NODE, FILE = ", ".join(NodeRow._fields), ", ".join(FileRow._fields)
-
-
 @dataclass(frozen=True)
 class NamespaceInfo:
     """A namespace and the size of what is stored for it."""
@@ -134,26 +131,22 @@ class Index(Database):
         with self.using() as db:
             return _namespaces(db)
 
-    def file_ids(self) -> set[int]:
+    def file_sizes(self) -> dict[int, int]:
         with self.using() as db:
-            return {id for (id,) in db.execute("SELECT id FROM file")}
-
-    def files(self) -> list[FileRow]:
-        with self.using() as db:
-            return [FileRow._make(row) for row in db.execute(f"SELECT {FILE} FROM file")]
+            return dict(db.execute("SELECT id, nbytes FROM file"))
 
     def load(self, namespace: int, missing: Container[int] = ()) -> Stored:
         """Read a namespace as if these files were `missing`."""
         found = Stored()
         children: dict[int | None, list[NodeRow]] = {}
         with self.using() as db:
-            question = f"SELECT {FILE} FROM file WHERE namespace = ?"
+            question = "SELECT * FROM file WHERE namespace = ?"
             for file in map(FileRow._make, db.execute(question, (namespace,))):
                 if file.id not in missing and _is_sound_file(file):
                     found.files[file.id] = file
                 else:
                     found.unused.append(file.id)
-            question = f"SELECT {NODE} FROM node WHERE namespace = ?"
+            question = "SELECT * FROM node WHERE namespace = ?"
             for node in map(NodeRow._make, db.execute(question, (namespace,))):
                 found.lost.append(node.id)
                 if _is_sound(node):
@@ -179,7 +172,8 @@ class Index(Database):
 
     def commit(self, changes: Changes) -> list[int]:
         """Make all changes durable, or none. Returns the files of the namespaces that went."""
-        with self.transaction() as db:
+        with self.using() as db, db:  # the connection ends the transaction
+            db.execute("BEGIN IMMEDIATE")
             cleared: list[int] = []
             for namespace in changes.cleared:
                 question = "SELECT id FROM file WHERE namespace = ?"
@@ -216,10 +210,8 @@ def _namespaces(db: sqlite3.Connection) -> list[NamespaceInfo]:
 
 def _put(db: sqlite3.Connection, table: str, rows: Sequence[NamedTuple]) -> None:
     if rows:
-        fields = rows[0]._fields
-        marks = ", ".join("?" * len(fields))
-        question = f"INSERT OR REPLACE INTO {table} ({', '.join(fields)}) VALUES ({marks})"
-        db.executemany(question, rows)
+        marks = ", ".join("?" * len(rows[0]))
+        db.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
 
 
 def _is_sound(node: NodeRow) -> bool:

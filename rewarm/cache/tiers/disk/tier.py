@@ -35,7 +35,6 @@ from ..base import (
     TierStats,
     resolved,
 )
-from ..codec import Received
 from ..seal import PathDigest, PathPayload, payloads, sealed_payload
 from .errors import Damaged, StoreBroken
 from .parts import DiskTree, File, file_of, nbytes_of
@@ -167,7 +166,7 @@ class DiskTier(Tier):
         try:
             arrays = file.arrays  # before `size`: the writer sets them the other way round
             if arrays is None and file.size is not None:
-                arrays = self.store.read(file.id, file.size, Received)
+                arrays = self.store.read(file.id, file.size)
             if arrays is None or take(arrays):
                 return True
             why = "it is not what was written"

@@ -6,9 +6,10 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 
 from ..find import Query
 from ..payload import PackedState
@@ -50,9 +51,11 @@ class Fetch:
         pin: Pin,
         dropped: deque[Pin],
         epoch: int,
-        worth: Worth | None = None,
+        worth: Worth | None,
+        lanes: Iterable[Lane],
     ) -> None:
-        """`resume` is the position that the model could go on from without the fetch."""
+        """Ask the tiers, from fast to slow. `resume` is the position that the model could go on
+        from without the fetch."""
         self.future: Future[bool] = Future()
         """It is resolved, on any thread, once there is nothing left to wait for. True means that
         `take_in` has something to put into memory. False means that the tiers have nothing of use,
@@ -73,21 +76,15 @@ class Fetch:
         """The answer that the fetch relies on."""
         self._resume = resume
         self._worth = worth
-        self._lanes: Sequence[Lane] = ()
-        self._answers: list[Found | None] = []
+        self._unasked = iter(lanes)
+        self._answers: dict[Lane, Found] = {}
         self._pieces: list[PathPayload] = []
         self._unsealer = Unsealer(query)
-        self._calls: list[Callable[[Fetch], None]] = []
         self._ended = False
         self._lock = threading.Lock()
         # The finalizer may run at any moment in any thread, so it only notes the pin.
         self._unpin = weakref.finalize(self, dropped.append, pin)
-
-    def begin(self, lanes: Sequence[Lane]) -> Fetch:
-        """Ask the tiers, from fast to slow."""
-        self._lanes = lanes
         self._ask()
-        return self
 
     def cancel(self) -> None:
         """Give the fetch up. When this returns, `future` is resolved, and what has come is
@@ -99,11 +96,8 @@ class Fetch:
 
     def on_done(self, call: Callable[[Fetch], None]) -> None:
         """Have `call` called once `future` is resolved: at once if it is, else on any thread."""
-        with self._lock:
-            if not self._ended:
-                self._calls.append(call)
-                return
-        call(self)
+        fetch = weakref.proxy(self)  # the future must not keep the fetch
+        self.future.add_done_callback(lambda _: call(fetch))
 
     def wait(self, silence: float) -> bool:
         """Wait for the end of the fetch. Cancel it after so many seconds without a byte.
@@ -123,32 +117,30 @@ class Fetch:
         return pieces
 
     def _ask(self) -> None:
-        """Ask the next tier, unless the last one can give everything that can be reused."""
-        asked = len(self._answers)
-        last = self._answers[-1] if self._answers else None
-        if asked < len(self._lanes) and (last is None or last.resume < self.query.length - 1):
-            self._lanes[asked].find(self.query).add_done_callback(self._answered)
+        lane = next(self._unasked, None)
+        if lane is not None:
+            lane.find(self.query).add_done_callback(partial(self._answered, lane))
         else:
             self._choose()
 
-    def _answered(self, answer: Future[Found | None]) -> None:
+    def _answered(self, lane: Lane, answer: Future[Found | None]) -> None:
+        """Ask the next tier, unless this one can give everything that can be reused."""
         found = answer.result()
-        self._answers.append(found)
-        if found is not None and (self.known is None or found.shared > self.known.shared):
+        if found is None:
+            return self._ask()
+        self._answers[lane] = found
+        if self.known is None or found.shared > self.known.shared:
             self.known = found
-        self._ask()
+        return self._ask() if found.resume < self.query.length - 1 else self._choose()
 
     def _choose(self) -> None:
         """Fetch from the tier that gives most, or from the fastest of equal ones."""
-        best: Found | None = None
-        for found in self._answers:
-            if found is not None and found.resume > max(self._resume, best.resume if best else 0):
-                best = found
-        if best is None or self._ended:
+        answers = self._answers
+        lane = max(answers, key=lambda lane: answers[lane].resume, default=None)
+        if lane is None or answers[lane].resume <= self._resume or self._ended:
             return self._end(False)
-        lane = self._lanes[self._answers.index(best)]
-        self._answers[self._answers.index(best)] = None
-        if self._worth is not None and not self._is_worth(best):
+        best = answers.pop(lane)
+        if not self._is_worth(best):
             return self._choose()
         self.found, self.tier, self.tokens = best, lane.tier.name, best.resume
         self.progress = FetchProgress(0, best.nbytes)
@@ -156,8 +148,8 @@ class Fetch:
 
     def _is_worth(self, found: Found) -> bool:
         try:
-            assert self._worth is not None
-            return self._worth(found.resume - self._resume, found.nbytes)
+            saves = found.resume - self._resume
+            return self._worth is None or self._worth(saves, found.nbytes)
         except Exception:
             log.exception("nobody could say whether a fetch is worth it: it is not made")
             return False
@@ -204,10 +196,7 @@ class Fetch:
             if self._ended:
                 return
             self._ended = True
-            calls, self._calls = self._calls, []
             if not came:
                 self.tokens = 0
         # Without the lock: a callback may read or cancel the fetch.
         self.future.set_result(came)
-        for call in calls:
-            call(self)

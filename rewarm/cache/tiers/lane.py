@@ -106,10 +106,10 @@ class Lane:
         """Make a call whose answer comes later, and change it. None after a failure."""
         answer: Future[U | None] = Future()
 
-        def settle(get: Callable[[], T]) -> None:
+        def settle(done: Future[Any]) -> None:
             found = None
             try:
-                found = change(get())
+                found = change(done.result())
             except OSError as error:  # an expected error, which the tier has logged
                 log.debug("the tier %r %s: %s", self.tier.name, failed, error)
             except BaseException:
@@ -118,9 +118,9 @@ class Lane:
 
         def called(outer: Future[Future[T]]) -> None:
             if outer.exception() is not None:
-                settle(lambda: outer.result().result())
+                settle(outer)
             else:
-                outer.result().add_done_callback(lambda inner: settle(inner.result))
+                outer.result().add_done_callback(settle)
 
         self.submit(call, *args).add_done_callback(called)
         return answer

@@ -160,8 +160,8 @@ class Lower:
         query = replace(query, known=walk.shared if tree.splits else walk.node.end)
         self._weights.add(query.namespace.weights)
         pin = self._pins.hold(tree, walk.node)
-        fetch = Fetch(query, point.at, pin, self._pins.dropped, self.epoch, worth)
-        return fetch.begin(self.lanes if point.at < query.length - 1 else [])
+        lanes = self.lanes if point.at < query.length - 1 else []
+        return Fetch(query, point.at, pin, self._pins.dropped, self.epoch, worth, lanes)
 
     def ask(self, query: Query) -> list[Found]:
         """Ask all tiers what they could give. Called without the lock; it waits for them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 from ..find import Query
 from ..tree import Node
-from .base import Found, Offer, Receipt, Take, Tier
+from .base import Found, Offer, Take, Tier
 
 log = logging.getLogger("rewarm")
 
@@ -30,8 +31,8 @@ class Lane:
         self.tier = tier
         self.fresh: dict[Node, None] = {}
         """Nodes of memory that are to be offered. The cache's lock guards them."""
-        self.returned: queue.SimpleQueue[Receipt] = queue.SimpleQueue()
-        """Receipts of what the tier did not take, or could not keep after all."""
+        self.returned: deque[Node] = deque()
+        """Nodes that the tier did not take, or could not keep after all."""
         self.waiting = 0
         """Bytes of offers that the tier has not seen yet."""
         self._count = threading.Lock()
@@ -75,8 +76,8 @@ class Lane:
         """Begin a fetch. The future is resolved when nothing more comes."""
         return self._ask(lambda _: None, "could not be read from", self.tier.fetch, found, take)
 
-    def offer(self, offers: Sequence[Offer]) -> Future[bool]:
-        """Make offers. True where the tier took them all; `returned` gets the others."""
+    def offer(self, offers: Sequence[Offer]) -> Future[None]:
+        """Make offers. `returned` gets the nodes of those that the tier did not take."""
         nbytes = sum(offer.nbytes for offer in offers)
         with self._count:
             self.waiting += nbytes
@@ -86,7 +87,7 @@ class Lane:
         """End the thread once all that was submitted is done. Does not wait for it."""
         self._jobs.put(None)
 
-    def _offer(self, offers: Sequence[Offer], nbytes: int) -> bool:
+    def _offer(self, offers: Sequence[Offer], nbytes: int) -> None:
         try:
             refused = list(self.tier.offer(offers))
         except Exception:
@@ -95,10 +96,9 @@ class Lane:
         given = {offer.receipt for offer in offers}
         for receipt in refused:
             # An offer that was taken and then lost may have lost the nodes above it, too.
-            self.returned.put(Receipt(receipt.nodes[-1:]) if receipt in given else receipt)
+            self.returned.extend(receipt.nodes[-1:] if receipt in given else receipt.nodes)
         with self._count:
             self.waiting -= nbytes
-        return not refused
 
     def _ask(
         self, change: Callable[[T], U], failed: str, call: Callable[..., Future[T]], *args: Any
@@ -127,9 +127,6 @@ class Lane:
 
 
 def _run(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while True:
-        job = jobs.get()
-        if job is None:
-            return
+    for job in iter(jobs.get, None):
         job()
         del job  # a waiting thread must not keep the job's payloads alive

@@ -116,10 +116,10 @@ class Lower:
 
     def _take_back(self, lane: Lane) -> None:
         """Put the nodes that a tier did not keep back among the fresh ones."""
-        while not lane.returned.empty():
-            receipt = lane.returned.get()
-            kept = [node for node in receipt.nodes if node.parent is not None]
-            lane.fresh.update(dict.fromkeys(kept))
+        while lane.returned:
+            node = lane.returned.popleft()
+            if node.parent is not None:
+                lane.fresh[node] = None
 
     def _fresh_offers(self, lane: Lane, nodes: list[Node], durable: bool) -> list[Offer]:
         """Make offers of as many of these nodes as may wait, and take them out of `fresh`."""

@@ -29,13 +29,12 @@ class Promoter:
     ) -> None:
         """Extend the path of a prompt. What does not fit is left out, with all that follows it."""
         upto = max(piece.stop for piece in pieces)
-        walk = tree.walk(query.data[: upto * WIDTH], [cut for cut in query.cuts if cut <= upto])
+        walk = tree.walk(*query.upto(upto))
         pin = Pin(tree, walk.node)
         pin.take()
         try:
             known = walk.shared if tree.splits else walk.node.end
-            inside = known < walk.node.end
-            if inside and not self.memory.split(pin, known):
+            if known < walk.node.end and not self.memory.split(pin, known):
                 return
             self._fill_windows(pin, pieces)
             self._checkpoint(pin, pieces, found)

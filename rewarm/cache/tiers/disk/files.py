@@ -107,7 +107,7 @@ def write(folder: Path, id: int, arrays: Sealed) -> int:
     make_folder(path.parent)
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
+        with open(fd, "wb", buffering=0):
             os.fchmod(fd, 0o600)
             # In large pieces: after each, this thread takes Python's lock from the model's.
             for part in parts:
@@ -116,8 +116,6 @@ def write(folder: Path, id: int, arrays: Sealed) -> int:
             # On macOS this leaves the drive's cache to the commit of the index, which flushes it.
             os.fsync(fd)
             size = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
         os.rename(temporary, path)
         sync_folder(path.parent)
     except BaseException:

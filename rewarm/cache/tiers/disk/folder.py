@@ -129,18 +129,15 @@ class Quarantine:
         self._shrink(-1)
 
     def _shrink(self, limit: int) -> None:
-        try:
-            files = sorted(self.folder.iterdir())
-        except OSError:
-            files = []
-        sizes = [size_of(path) for path in files]
-        self.nbytes = sum(sizes)
-        for path, size in zip(files, sizes, strict=True):
-            if self.nbytes <= limit:
-                break
-            with suppress(OSError):
-                path.unlink()
-                self.nbytes -= size
+        """Keep the newest files up to a limit."""
+        self.nbytes = total = 0
+        with suppress(OSError):
+            for path in sorted(self.folder.iterdir(), reverse=True):
+                total += size_of(path)
+                if total > limit:
+                    path.unlink()
+                else:
+                    self.nbytes = total
 
 
 class FolderLock:

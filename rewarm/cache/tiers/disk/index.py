@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import sqlite3
+import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
@@ -21,15 +22,6 @@ from .database import Database
 LARGEST = 1 << 53
 """Sizes, counts and times beyond this are damage."""
 ORIGINS, KINDS = {*get_args(Origin)}, {None, *get_args(Kind)}
-
-
-class NamespaceRow(NamedTuple):
-    id: int
-    digest: str
-    about: str
-    """The namespace for people, as JSON. The salt is a digest."""
-    used: float
-    """`time.time()` of the last change."""
 
 
 class FileRow(NamedTuple):
@@ -75,10 +67,12 @@ class NamespaceInfo:
     id: int
     digest: str
     about: dict[str, Any]
-    used: float
-    nodes: int
-    files: int
-    bytes: int
+    """The namespace for people. The salt is a digest."""
+    used: float = 0.0
+    """`time.time()` of the last change."""
+    nodes: int = 0
+    files: int = 0
+    bytes: int = 0
 
 
 @dataclass
@@ -98,7 +92,8 @@ class Stored:
 class Changes:
     """The changes of one transaction."""
 
-    namespaces: list[NamespaceRow] = field(default_factory=list)
+    namespaces: list[NamespaceInfo] = field(default_factory=list)
+    """Namespaces that are new or that something has changed in."""
     files: list[FileRow] = field(default_factory=list)
     nodes: list[NodeRow] = field(default_factory=list)
     """Nodes that are new or have changed."""
@@ -181,7 +176,9 @@ class Index(Database):
                 db.execute("DELETE FROM namespace WHERE id = ?", (namespace,))
                 for table in ("file", "node"):
                     db.execute(f"DELETE FROM {table} WHERE namespace = ?", (namespace,))
-            _put(db, "namespace", changes.namespaces)
+            now = time.time()
+            rows = [(i.id, i.digest, json.dumps(i.about), now) for i in changes.namespaces]
+            _put(db, "namespace", rows)
             _put(db, "file", changes.files)
             _put(db, "node", changes.nodes)
             for table, ids in (("node", changes.gone_nodes), ("file", changes.gone_files)):
@@ -190,25 +187,23 @@ class Index(Database):
 
 
 def _namespaces(db: sqlite3.Connection) -> list[NamespaceInfo]:
-    nodes = dict(db.execute("SELECT namespace, COUNT(*) FROM node GROUP BY namespace"))
     question = (
-        "SELECT namespace, COUNT(*), SUM(nbytes) FROM file"
-        f" WHERE nbytes BETWEEN 0 AND {LARGEST} GROUP BY namespace"
+        "SELECT own.*, (SELECT COUNT(*) FROM node WHERE namespace = own.id),"
+        " COUNT(file.id), IFNULL(SUM(file.nbytes), 0) FROM namespace AS own LEFT JOIN file"
+        f" ON file.namespace = own.id AND nbytes BETWEEN 0 AND {LARGEST} GROUP BY own.id"
     )
-    files = {id: counts for id, *counts in db.execute(question)}
     found = []
-    for id, digest, text, used in db.execute("SELECT id, digest, about, used FROM namespace"):
+    for id, digest, text, used, *counts in db.execute(question):
         try:
             about = dict(json.loads(text))
         except (ValueError, TypeError):
             about = {}
         last = used if isinstance(used, float) and 0 <= used < LARGEST else 0.0
-        counts = files.get(id, (0, 0))
-        found.append(NamespaceInfo(id, str(digest), about, last, nodes.get(id, 0), *counts))
+        found.append(NamespaceInfo(id, str(digest), about, last, *counts))
     return found
 
 
-def _put(db: sqlite3.Connection, table: str, rows: Sequence[NamedTuple]) -> None:
+def _put(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
     if rows:
         marks = ", ".join("?" * len(rows[0]))
         db.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...tree import Node, Payload, State, Tree
 from ..base import Receipt, Sealed
+from .index import NamespaceInfo
 
 HEADER, HEADER_PER_ARRAY = 1024, 128
 """An estimate of the bytes that a file takes beside its arrays."""
@@ -17,9 +17,7 @@ class DiskTree:
     """A namespace's tree. `number` of each node is the id of its row in the index."""
 
     tree: Tree
-    id: int
-    digest: str
-    about: dict[str, Any]
+    info: NamespaceInfo
 
 
 @dataclass(eq=False, slots=True)

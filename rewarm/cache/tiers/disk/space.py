@@ -37,24 +37,20 @@ class DiskSpace:
             unit=SECOND,
             fresh=FRESH,
         )
-        self._read_all = False
 
     def make(self, nbytes: int) -> bool:
         """Make space for so many bytes by the time that they are written. Pinned nodes stay."""
-        if self._lacking(nbytes) > 0:
-            strangers = self._trees.strangers()
-            while strangers and self._lacking(nbytes) > 0:
-                stranger = strangers.pop()
-                name = stranger.about.get("name", stranger.digest)
-                log.info("the disk tier is full: what %s has in it goes", name)
-                self._trees.clear(stranger)
         if self._lacking(nbytes) <= 0:
             # File a few new nodes each time: to file all of them on a full disk would take seconds.
             self.evictor.take_in(AT_ONCE)
             return True
-        if not self._read_all:
-            self._trees.read_all()
-            self._read_all = True
+        for stranger in self._trees.strangers():
+            name = stranger.about.get("name", stranger.digest)
+            log.info("the disk tier is full: what %s has in it goes", name)
+            self._trees.clear(stranger)
+            if self._lacking(nbytes) <= 0:
+                return True
+        self._trees.read_all()
         # An eviction may free less than it seems: two nodes may share a file.
         while (lacking := self._lacking(nbytes)) > 0:
             before = self.evictor.evictions

@@ -24,17 +24,7 @@ from ...payload import Rows
 from ...pins import Pin
 from ...tree import Node, agreement, encode
 from ...worth import Retention
-from ..base import (
-    Browsed,
-    FetchCancelled,
-    Found,
-    Offer,
-    Receipt,
-    Take,
-    Tier,
-    TierStats,
-    resolved,
-)
+from ..base import Browsed, FetchCancelled, Found, Offer, Receipt, Take, Tier, TierStats, resolved
 from ..seal import PathDigest, PathPayload, payloads, sealed_payload
 from .errors import Damaged, StoreBroken
 from .parts import DiskTree, File, file_of, nbytes_of
@@ -108,23 +98,24 @@ class DiskTier(Tier):
     def find(self, query: Query) -> Future[Found | None]:
         with self._entered() as trees:
             own = trees.known(query.namespace)
-            return resolved(self._found(own, query) if own is not None else None)
-
-    def _found(self, own: DiskTree, query: Query) -> Found:
-        point = find(own.tree, query)
-        checkpoint = point.node.checkpoint if point.node.end == point.at else None
-        handle = Handle(own, point.node, query.known)
-        return Found(
-            point.at,
-            sum(file.nbytes for file in self._wanted(handle, point.at)),
-            handle,
-            checkpoint.kind if checkpoint is not None else None,
-            checkpoint.hint if checkpoint is not None else 1.0,
-            point.match.shared,
-            point.junction,
-            point.match.reason,
-            parting(own.tree, query),
-        )
+            if own is None:
+                return resolved(None)
+            point = find(own.tree, query)
+            handle = Handle(own, point.node, query.known)
+            nbytes = sum(file.nbytes for file in self._wanted(handle, point.at))
+            checkpoint = point.node.checkpoint if point.node.end == point.at else None
+            found = Found(
+                point.at,
+                nbytes,
+                handle,
+                shared=point.match.shared,
+                junction=point.junction,
+                reason=point.match.reason,
+                parting=parting(own.tree, query),
+            )
+            if checkpoint is not None:
+                found = replace(found, kind=checkpoint.kind, hint=checkpoint.hint)
+            return resolved(found)
 
     def _wanted(self, handle: Handle, resume: int) -> list[File]:
         """List the files to read, in the order of the path."""

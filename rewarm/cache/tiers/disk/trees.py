@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import threading
 import time
 from collections import deque
@@ -26,7 +25,7 @@ from ...tree import NOWHERE, WIDTH, Checkpoint, ChunkTree, Node, Tree, tree_of
 from ...worth import Item
 from ..base import Offer, Receipt, Sealed
 from ..seal import FORMAT, PathPayload, digest_of
-from .index import Changes, FileRow, NamespaceInfo, NamespaceRow, NodeRow, new_id
+from .index import Changes, FileRow, NamespaceInfo, NodeRow, new_id
 from .parts import DiskTree, File, FilePart, file_of, files_of, nbytes_of, written_id
 from .store import Store
 
@@ -68,6 +67,7 @@ class DiskTrees:
         self._for_people = {"name": model, "grid": grid}
         self._tree_kind = ChunkTree if grid.startswith("exact") else Tree
         self._stored = {info.id: info for info in store.index.at_start}
+        """The namespaces that were stored at the start, and not read or removed since."""
         self._known: dict[int, DiskTree] = {}
         """The trees that were read, by the number of their namespace."""
 
@@ -83,7 +83,7 @@ class DiskTrees:
         own = self._known.get(_number(digest))
         if own is None:
             about = {**_about(namespace), **self._for_people}
-            own = self._read(_number(digest), digest, about)
+            own = self._read(NamespaceInfo(_number(digest), digest, about))
         if own.tree.namespace != namespace:  # the index does not reveal salts
             own.tree.namespace = namespace
             self.bases.add(namespace.salted(None))
@@ -97,37 +97,34 @@ class DiskTrees:
 
     def read_all(self) -> None:
         """Read the trees of every salt, asked for or not: they share the disk."""
-        for info in self._stored.values():
-            if info.id not in self._known and self.is_ours(info):
-                self._read(info.id, info.digest, info.about)
+        for info in [i for i in self._stored.values() if self.is_ours(i)]:
+            self._read(info)
 
     def is_ours(self, info: NamespaceInfo) -> bool:
         """True where a namespace is one of this process, perhaps with another salt."""
-        return any(
-            all(info.about.get(k) == v for k, v in _about(base).items() if k != "salt")
-            for base in self.bases
-        )
+        about = {**info.about, "salt": salt_digest(None)}
+        return any(_about(base).items() <= about.items() for base in self.bases)
 
     def strangers(self) -> list[NamespaceInfo]:
-        """Return the namespaces of others, with the longest unused last."""
+        """Return the namespaces of others, with the longest unused first."""
         others = [i for i in self._stored.values() if i.bytes and not self.is_ours(i)]
-        return sorted(others, key=lambda info: -info.used)
+        return sorted(others, key=lambda info: info.used)
 
     def clear(self, stranger: NamespaceInfo) -> None:
         del self._stored[stranger.id]
         self._gone.cleared[stranger.id] = stranger.bytes
         self.store.plan(-stranger.bytes)
 
-    def _read(self, id: int, digest: str, about: dict[str, Any]) -> DiskTree:
-        own = self._known[id] = DiskTree(self._tree_kind(), id, digest, about)
-        if id in self._stored:
+    def _read(self, info: NamespaceInfo) -> DiskTree:
+        own = self._known[info.id] = DiskTree(self._tree_kind(), info)
+        if self._stored.pop(info.id, None) is not None:
             with _no_collection():
                 self._build(own)
         return own
 
     def _build(self, own: DiskTree) -> None:
         """Make the nodes that the index has. What cannot be used is to be removed."""
-        stored = self.store.index.load(own.id)
+        stored = self.store.index.load(own.info.id)
         files: dict[int | None, File] = {
             id: File(id, own, row.span, row.nbytes, row.nbytes) for id, row in stored.files.items()
         }
@@ -380,10 +377,8 @@ class DiskTrees:
         for file in files:
             if file.size is not None:
                 start, stop = file.span or (None, None)
-                changes.files.append(FileRow(file.id, file.own.id, file.size, start, stop))
-        for own in owns:
-            about = json.dumps(own.about)
-            changes.namespaces.append(NamespaceRow(own.id, own.digest, about, time.time()))
+                changes.files.append(FileRow(file.id, file.own.info.id, file.size, start, stop))
+        changes.namespaces += (own.info for own in owns)
         return changes
 
     def put_back(self, changes: Changes) -> None:
@@ -400,7 +395,7 @@ def _row(own: DiskTree, node: Node) -> NodeRow:
     last_used = max(node.last_used, checkpoint.last_used if checkpoint else 0)
     return NodeRow(
         id=node.number,
-        namespace=own.id,
+        namespace=own.info.id,
         parent=node.parent.number if node.parent is not None and node.start else None,
         origin=node.origin,
         kind=checkpoint.kind if checkpoint is not None and is_whole else None,

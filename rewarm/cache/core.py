@@ -34,8 +34,8 @@ from .tiers.base import Tier
 from .tiers.disk.errors import StoreError
 from .tiers.disk.store import Store
 from .tiers.disk.tier import DiskTier
+from .tiers.disk.trees import DiskTrees
 from .tiers.lower import Lower
-from .tiers.promote import Promoter
 from .tree import encode
 from .worth import Retention, WorkPerByte
 
@@ -101,7 +101,6 @@ class CacheCore:
         self._lower = Lower(self.layout, self.memory.pins)
         self.memory.offer = self._lower.evicting
         self._committer = Committer(self.layout, self.memory, self._lower.changed)
-        self._promoter = Promoter(self.layout, self.memory)
         self._restorer = Restorer(self.layout, self.blank, self.memory, self._lower)
         self._lock = threading.RLock()
         self._closed = False
@@ -163,16 +162,11 @@ class CacheCore:
         except StoreError as error:
             log.warning("there is no disk tier: %s", error)
             return self._unopened
-        disk = DiskTier(
-            store,
-            self.layout,
-            self.memory.evictor.policy,
-            namespace,
-            model=getattr(self.model, "rewarm_source", type(self.model).__module__),
-            grid=f"exact {self.chunk}" if self.reuse == "exact" else "fast",
-            in_use=partial(bool, self.memory.pins.held),
-        )
-        return [disk, *self._unopened]
+        model = getattr(self.model, "rewarm_source", type(self.model).__module__)
+        grid = f"exact {self.chunk}" if self.reuse == "exact" else "fast"
+        trees = DiskTrees(store, self.layout, namespace, model=model, grid=grid)
+        in_use = partial(bool, self.memory.pins.held)
+        return [DiskTier(trees, self.memory.evictor.policy, in_use), *self._unopened]
 
     def _attached(self) -> None:
         """Wait until `attach` is done."""
@@ -221,7 +215,7 @@ class CacheCore:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers in use below memory, from fast to slow."""
-        return self._lower.tiers
+        return tuple(lane.tier for lane in self._lower.lanes)
 
     def _query(self, prompt: Tokens, salt: str | None, boundaries: Sequence[Boundary]) -> Query:
         cuts = self._divider.grid(len(prompt), boundaries)

@@ -23,7 +23,7 @@ from .model import checked_tokens
 from .placement import Shape
 from .restore import known_below, match_with
 from .tiers.base import Found
-from .tiers.fetch import Fetch, Worth
+from .tiers.fetch import Fetch, Promotion, Worth
 from .tiers.lower import SILENCE
 from .tree import Node, Tree
 from .views.digest import digest
@@ -352,11 +352,11 @@ class PrefixCache(CacheCore):
         self, fetch: Fetch, before: ResumePoint, tree: Tree, query: Query
     ) -> ResumePoint:
         """Put what was fetched into its tree, end the fetch, and look for the prompt again."""
-        pieces = fetch.taken() if fetch.future.done() and fetch.epoch == self._lower.epoch else []
+        pieces = fetch.taken() if fetch.future.done() and fetch.pin.live else []
         try:
             if pieces and fetch.found is not None:
                 into = self.memory.tree(fetch.query.namespace)
-                self._promoter.promote(into, fetch.query, pieces, fetch.found)
+                Promotion(self.memory, fetch.query, fetch.found, pieces).into(into)
         except Exception:
             log.exception("what was fetched could not be put into memory; it is computed again")
         fetch.cancel()

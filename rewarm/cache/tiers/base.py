@@ -79,7 +79,8 @@ class Offer:
     namespace: Namespace
     path: tuple[Node, ...]
     """Copies of memory's nodes without parents or children. What they hold never changes."""
-    exact: bool
+    cuts: tuple[int, ...]
+    """The cuts of the path in `exact`; none in `fast`."""
     receipt: Receipt = field(repr=False)
     """`Tier.offer` returns it for an offer that is to be made again. Keep this and not the offer,
     which holds its payloads in memory."""
@@ -88,11 +89,6 @@ class Offer:
     def data(self) -> bytes:
         """The tokens of the path as a key."""
         return b"".join(node.key for node in self.path)
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """The cuts of the path in `exact`; none in `fast`."""
-        return tuple(node.end for node in self.path) if self.exact else ()
 
     @property
     def nbytes(self) -> int:

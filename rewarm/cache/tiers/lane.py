@@ -43,10 +43,6 @@ class Lane:
         )
         self._thread.start()
 
-    @property
-    def is_full(self) -> bool:
-        return self.waiting >= MOST_WAITING
-
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Make a call on the tier's thread, after all calls that were submitted before."""
         future: Future[T] = Future()

@@ -38,14 +38,8 @@ class Lower:
     def __init__(self, layout: Layout, pins: Pins) -> None:
         self.layout = layout
         self.lanes: list[Lane] = []
-        self.epoch = 0
-        """The number of times that everything was forgotten."""
         self._pins = pins
         self._weights: set[str] = set()
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        return tuple(lane.tier for lane in self.lanes)
 
     def open(self, tiers: Iterable[Tier], trees: Iterable[Tree]) -> None:
         """Begin to use these tiers. What the trees hold is offered first."""
@@ -68,21 +62,20 @@ class Lower:
 
     def evicting(self, item: Item) -> None:
         """Offer, for the last time, an item that memory is about to evict."""
-        if not item.is_warm and self._is_worth(item.node, durable=False):
-            for lane in self.lanes:
-                if not lane.is_full:
-                    lane.offer([self._offer(item.node)])
         if item.what == "leaf":
             self.gone(item.node)
+        if not item.is_warm and self._is_worth(item.node, durable=False):
+            for lane in self.lanes:
+                if lane.waiting < MOST_WAITING:
+                    lane.offer([self._offer(item.node)])
 
     def hand_over(self, durable: bool) -> bool:
         """Offer what is new. Returns True where every tier had taken everything before."""
         done = True
         for lane in self.lanes:
             self._take_back(lane)
-            done &= not lane.waiting
             offers = self._fresh_offers(lane, list(lane.fresh), durable)
-            done &= not offers
+            done &= not (offers or lane.waiting)
             if offers:
                 lane.offer(offers)
         return done
@@ -128,9 +121,7 @@ class Lower:
         for node in nodes:
             if nbytes >= MOST_WAITING:
                 break
-            if node.parent is None:
-                lane.fresh.pop(node, None)
-            elif node in lane.fresh and self._is_wanted(node, durable):
+            if node in lane.fresh and self._is_wanted(node, durable):
                 del lane.fresh[node]
                 offers.append(self._offer(node))
                 nbytes += offers[-1].nbytes
@@ -139,8 +130,8 @@ class Lower:
     def _offer(self, node: Node) -> Offer:
         tree = tree_of(node)
         nodes = tuple(node.path())[::-1]
-        path = tuple(_copied(each) for each in nodes)
-        return Offer(tree.namespace, path, not tree.splits, Receipt(nodes))
+        cuts = () if tree.splits else tuple(each.end for each in nodes)
+        return Offer(tree.namespace, tuple(map(_copied, nodes)), cuts, Receipt(nodes))
 
     def _is_wanted(self, node: Node, durable: bool) -> bool:
         return not node.warm and self._is_worth(node, durable)
@@ -161,7 +152,7 @@ class Lower:
         self._weights.add(query.namespace.weights)
         pin = self._pins.hold(tree, walk.node)
         lanes = self.lanes if point.at < query.length - 1 else []
-        return Fetch(query, point.at, pin, self._pins.dropped, self.epoch, worth, lanes)
+        return Fetch(query, point.at, pin, self._pins.dropped, worth, lanes)
 
     def ask(self, query: Query) -> list[Found]:
         """Ask all tiers what they could give. Called without the lock; it waits for them."""
@@ -183,7 +174,6 @@ class Lower:
 
     def forget(self) -> list[Future[None]]:
         """Have everything of this model deleted, of every salt. Returns the futures to wait for."""
-        self.epoch += 1
         for lane in self.lanes:
             lane.fresh.clear()
         return [lane.submit(lane.tier.forget, self._weights) for lane in self.lanes]

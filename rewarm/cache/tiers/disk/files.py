@@ -26,12 +26,9 @@ from .folder import make_folder, size_of, sync_folder
 
 log = logging.getLogger("rewarm")
 
-SIZES = {"U": (1, 2, 4, 8), "I": (1, 2, 4, 8), "F": (2, 4, 8), "C": (8,)}
-DTYPES = {"BOOL": np.dtype("?")} | {
-    f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}")
-    for kind, sizes in SIZES.items()
-    for size in sizes
-}
+CODES = ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8")
+DTYPES = {f"{code[0].upper()}{8 * int(code[1])}": np.dtype(f"<{code}") for code in CODES}
+DTYPES["BOOL"] = np.dtype("?")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 SUFFIX, TEMPORARY = ".safetensors", ".tmp"

@@ -79,12 +79,12 @@ class NamespaceInfo:
 class Stored:
     """The nodes of a namespace that can be used, and what cannot be."""
 
-    nodes: list[NodeRow] = field(default_factory=list)
+    nodes: list[NodeRow]
     """Parents come before children."""
-    files: dict[int, FileRow] = field(default_factory=dict)
-    lost: list[int] = field(default_factory=list)
+    files: dict[int, FileRow]
+    lost: list[int]
     """Nodes that are damaged or lack a file, and those below them."""
-    unused: list[int] = field(default_factory=list)
+    unused: list[int]
     """Files that no node can use."""
 
 
@@ -132,29 +132,24 @@ class Index(Database):
 
     def load(self, namespace: int, missing: Container[int] = ()) -> Stored:
         """Read a namespace as if these files were `missing`."""
-        found = Stored()
-        children: dict[int | None, list[NodeRow]] = {}
         with self.using() as db:
-            question = "SELECT * FROM file WHERE namespace = ?"
-            for file in map(FileRow._make, db.execute(question, (namespace,))):
-                if file.id not in missing and _is_sound_file(file):
-                    found.files[file.id] = file
-                else:
-                    found.unused.append(file.id)
-            question = "SELECT * FROM node WHERE namespace = ?"
-            for node in map(NodeRow._make, db.execute(question, (namespace,))):
-                found.lost.append(node.id)
-                if _is_sound(node):
-                    children.setdefault(node.parent, []).append(node)
-        files = found.files
+            found = db.execute("SELECT * FROM file WHERE namespace = ?", (namespace,))
+            files = {file.id: file for file in map(FileRow._make, found)}
+            found = db.execute("SELECT * FROM node WHERE namespace = ?", (namespace,))
+            nodes = {node.id: node for node in map(NodeRow._make, found)}
+        whole = {id: f for id, f in files.items() if id not in missing and _is_sound_file(f)}
+        children: dict[int | None, list[NodeRow]] = {}
+        for node in filter(_is_sound, nodes.values()):
+            children.setdefault(node.parent, []).append(node)
+        kept: list[NodeRow] = []
         level = children.get(None, [])
         while level:
-            whole = [node for node in level if all(id in files for id in node.files)]
-            found.nodes += whole
-            level = [child for node in whole for child in children.get(node.id, ())]
-        found.lost = list(set(found.lost).difference(node.id for node in found.nodes))
-        found.unused += set(files).difference(*(node.files for node in found.nodes))
-        return found
+            level = [node for node in level if all(id in whole for id in node.files)]
+            kept += level
+            level = [child for node in level for child in children.get(node.id, ())]
+        lost = nodes.keys() - {node.id for node in kept}
+        unused = files.keys() - {id for node in kept for id in node.files}
+        return Stored(kept, whole, [*lost], [*unused])
 
     def first_keys(self, namespace: int, most: int) -> list[bytes]:
         """Return the spans that the paths of a namespace begin with, the last used ones first."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from ...layout import Layout
 from ...retention import Evictor
 from ...worth import Appraiser, Retention
-from .store import Store
 from .trees import SECOND, UNLIMITED, DiskTrees, clock
 
 log = logging.getLogger("rewarm")
@@ -24,14 +22,13 @@ AT_ONCE = 64
 class DiskSpace:
     """Makes room. Payloads of other models go first, then those that memory's policy chooses."""
 
-    def __init__(self, store: Store, trees: DiskTrees, layout: Layout, policy: Retention) -> None:
-        self._store = store
+    def __init__(self, trees: DiskTrees, policy: Retention) -> None:
         self._trees = trees
         self.evictor = Evictor(
             policy,
             trees.ledger,
             clock,
-            Appraiser(layout.longest_window, layout.has_state),
+            Appraiser(trees.layout.longest_window, trees.layout.has_state),
             on_evict=trees.evicted,
             by_request=False,
             unit=SECOND,
@@ -61,6 +58,6 @@ class DiskSpace:
 
     def _lacking(self, nbytes: int) -> int:
         try:
-            return nbytes + MARGIN - self._store.unplanned_bytes()
+            return nbytes + MARGIN - self._trees.store.unplanned_bytes()
         except OSError:  # the folder is gone, or the store is broken: there is no room at all
             return UNLIMITED

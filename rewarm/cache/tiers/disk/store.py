@@ -12,6 +12,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -46,7 +47,7 @@ class Verified:
         return not (self.damaged or self.dropped or self.orphans)
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """A store for several threads. To read, or to ask for space, never waits for a transaction."""
 
     def __init__(self, folder: Path, limit: int, reserve: int, lock: FolderLock) -> None:
@@ -227,9 +228,6 @@ class Store:
     def close(self) -> None:
         self.index.close()
         self._folder_lock.release()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

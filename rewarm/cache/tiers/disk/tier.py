@@ -16,10 +16,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from rewarm.errors import BrokenInvariant
-from rewarm.values import Namespace, Tokens
+from rewarm.values import Tokens
 
 from ...find import Query, find, parting
-from ...layout import Layout
 from ...payload import Rows
 from ...pins import Pin
 from ...tree import Node, agreement, encode
@@ -29,7 +28,6 @@ from ..seal import PathDigest, PathPayload, payloads, sealed_payload
 from .errors import Damaged, StoreBroken
 from .parts import DiskTree, File, file_of, nbytes_of
 from .space import DiskSpace
-from .store import Store
 from .trees import SECOND, DiskTrees, salt_digest
 from .writer import Writer
 
@@ -59,31 +57,18 @@ class DiskTier(Tier):
 
     name = "disk"
 
-    def __init__(
-        self,
-        store: Store,
-        layout: Layout,
-        policy: Retention,
-        namespace: Namespace,
-        *,
-        model: str,
-        grid: str,
-        in_use: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`model` and `grid` are the model and the reuse mode, as people call them. `in_use` says
-        whether there are requests, which writing would slow down."""
-        self.store = store
-        self.layout = layout
-        self.trees = DiskTrees(store, layout, namespace, model=model, grid=grid)
+    def __init__(self, trees: DiskTrees, policy: Retention, in_use: Callable[[], bool]) -> None:
+        """`in_use` says whether there are requests, which writing would slow down."""
+        self.trees, self.store, self.layout = trees, trees.store, trees.layout
         self._reads = 0
         self._changed = threading.Condition()
         """The lock of the trees and of what is to be written. No file is touched under it."""
-        self._space = DiskSpace(store, self.trees, layout, policy)
+        self._space = DiskSpace(trees, policy)
         self._fetches = ThreadPoolExecutor(READERS, "rewarm-disk-fetch")
         self._readers = ThreadPoolExecutor(READERS, "rewarm-disk-read")
-        self._group = min(GROUP, store.limit // GROUP_SHARE)
+        self._group = min(GROUP, self.store.limit // GROUP_SHARE)
         self._beginnings: dict[str, list[bytes]] | None = None
-        self.writer = Writer(store, self.trees, self._changed, in_use)
+        self.writer = Writer(trees, self._changed, in_use)
 
     @contextmanager
     def _entered(self) -> Iterator[DiskTrees]:

@@ -11,8 +11,7 @@ import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -44,6 +43,7 @@ class DiskTrees:
     def __init__(
         self, store: Store, layout: Layout, namespace: Namespace, *, model: str, grid: str
     ) -> None:
+        """`model` and `grid` are the model and the reuse mode, as people call them."""
         self.store = store
         self.layout = layout
         self.ledger = Ledger(UNLIMITED, UNLIMITED)
@@ -118,8 +118,14 @@ class DiskTrees:
     def _read(self, info: NamespaceInfo) -> DiskTree:
         own = self._known[info.id] = DiskTree(self._tree_kind(), info)
         if self._stored.pop(info.id, None) is not None:
-            with _no_collection():
+            # Many new objects that all stay would start the garbage collector for nothing.
+            collects = gc.isenabled()
+            gc.disable()
+            try:
                 self._build(own)
+            finally:
+                if collects:
+                    gc.enable()
         return own
 
     def _build(self, own: DiskTree) -> None:
@@ -171,7 +177,7 @@ class DiskTrees:
         own = self.of(offer.namespace)
         end = offer.path[-1]
         node, shared = own.tree.walk(offer.data, offer.cuts)
-        if offer.exact:
+        if not own.tree.splits:
             shared = node.end
         elif shared < node.end and (shared < end.end or end.checkpoint is not None):
             node = self._split(own, node, shared)
@@ -366,20 +372,19 @@ class DiskTrees:
         """Take the changes for the index whose files are complete."""
         changes, self._gone = self._gone, Changes()
         self._taken, self._dirty, self._used = {**self._used, **self._dirty}, {}, {}
-        owns: dict[DiskTree, None] = {}
-        files: dict[File, None] = {}
-        for node, own in self._taken.items():
-            if node.parent is None or (self.layout.has_rows and written_id(node.rows) is None):
-                continue  # it is gone, or comes again when its file is complete
-            owns[own] = None
-            changes.nodes.append(_row(own, node))
-            files |= dict.fromkeys(files_of(node))
-        for file in files:
+        # The others are gone, or come again when their files are complete.
+        ready = {node: own for node, own in self._taken.items() if self._is_ready(node)}
+        changes.nodes += [_row(own, node) for node, own in ready.items()]
+        changes.namespaces += [own.info for own in {*ready.values()}]
+        for file in {file for node in ready for file in files_of(node)}:
             if file.size is not None:
                 start, stop = file.span or (None, None)
                 changes.files.append(FileRow(file.id, file.own.info.id, file.size, start, stop))
-        changes.namespaces += (own.info for own in owns)
         return changes
+
+    def _is_ready(self, node: Node) -> bool:
+        has_rows = written_id(node.rows) is not None or not self.layout.has_rows
+        return node.parent is not None and has_rows
 
     def put_back(self, changes: Changes) -> None:
         """Put back changes that the index refused, so that they are taken again."""
@@ -423,15 +428,3 @@ def _about(namespace: Namespace) -> dict[str, Any]:
 def salt_digest(salt: str | None) -> str:
     """Return the digest by which the index tells a salt from others."""
     return hashlib.sha256(salt.encode()).hexdigest()[:16] if salt else ""
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause the garbage collector: many new objects that all stay would start it for nothing."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from .parts import File
-from .store import Store
 from .trees import DiskTrees
 
 log = logging.getLogger("rewarm")
@@ -39,11 +38,7 @@ class Writer:
     """Writes what is new in the trees. A failure is noted in the trees, and never raised."""
 
     def __init__(
-        self,
-        store: Store,
-        trees: DiskTrees,
-        changed: threading.Condition,
-        in_use: Callable[[], bool],
+        self, trees: DiskTrees, changed: threading.Condition, in_use: Callable[[], bool]
     ) -> None:
         """`changed` is the tier's lock, and tells of new work. `in_use` says whether there are
         requests: the writer takes time and memory bandwidth from them."""
@@ -53,7 +48,7 @@ class Writer:
         """The number of times that the disk refused."""
         self.rests = 0
         """The number of rests."""
-        self._store = store
+        self._store = trees.store
         self._trees = trees
         self._changed = changed
         self._in_use = in_use

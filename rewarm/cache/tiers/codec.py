@@ -32,8 +32,6 @@ class StoredArray:
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    start: int
-    """Its first byte in the payload."""
 
     @property
     def nbytes(self) -> int:

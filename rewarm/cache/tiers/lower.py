@@ -181,12 +181,10 @@ class Lower:
     def close(self) -> None:
         """Close the tiers, and wait for it. Called without the lock."""
         for lane in self.lanes:
-            closed = lane.submit(lane.tier.close)
+            error = lane.submit(lane.tier.close).exception()
             lane.stop()
-            try:
-                closed.result()
-            except Exception:
-                log.exception("the tier %r could not be closed", lane.tier.name)
+            if error is not None:
+                log.error("the tier %r could not be closed", lane.tier.name, exc_info=error)
 
 
 def _copied(node: Node) -> Node:

@@ -77,19 +77,14 @@ def decode(header: bytes, size: int) -> list[StoredArray]:
     The header may be damaged. This raises unless every byte belongs to one array: so no more memory
     is asked for than the file has bytes."""
     found = []
+    at = 0
     for name, entry in json.loads(header).items():
         if name == "__metadata__":
             continue
-        start, stop = entry["data_offsets"]
-        shape = tuple(int(n) for n in entry["shape"])
-        found.append(StoredArray(name, DTYPES[entry["dtype"]], shape, start))
-        if min((0, *shape)) < 0 or found[-1].nbytes != stop - start:
-            raise ValueError(f"the array {name!r} has another size than its shape")
-    found.sort(key=lambda array: (array.start, array.nbytes))
-    at = 0
-    for array in found:
-        if array.start != at:
-            raise ValueError(f"the array {array.name!r} does not begin where the last one ends")
+        array = StoredArray(name, DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"]))
+        if min((0, *array.shape)) < 0 or entry["data_offsets"] != [at, at + array.nbytes]:
+            raise ValueError(f"the array {name!r} is not {array.nbytes:,} bytes after the last one")
+        found.append(array)
         at += array.nbytes
     if at != size:
         raise ValueError(f"its arrays take {at:,} of {size:,} bytes")

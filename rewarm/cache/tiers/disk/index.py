@@ -82,6 +82,7 @@ class Stored:
     nodes: list[NodeRow]
     """Parents come before children."""
     files: dict[int, FileRow]
+    """The files of these nodes."""
     lost: list[int]
     """Nodes that are damaged or lack a file, and those below them."""
     unused: list[int]
@@ -148,8 +149,8 @@ class Index(Database):
             kept += level
             level = [child for node in level for child in children.get(node.id, ())]
         lost = nodes.keys() - {node.id for node in kept}
-        unused = files.keys() - {id for node in kept for id in node.files}
-        return Stored(kept, whole, [*lost], [*unused])
+        used = {id: whole[id] for node in kept for id in node.files}
+        return Stored(kept, used, [*lost], [*files.keys() - used])
 
     def first_keys(self, namespace: int, most: int) -> list[bytes]:
         """Return the spans that the paths of a namespace begin with, the last used ones first."""
@@ -166,11 +167,10 @@ class Index(Database):
             db.execute("BEGIN IMMEDIATE")
             cleared: list[int] = []
             for namespace in changes.cleared:
-                question = "SELECT id FROM file WHERE namespace = ?"
+                question = "DELETE FROM file WHERE namespace = ? RETURNING id"
                 cleared += [id for (id,) in db.execute(question, (namespace,))]
+                db.execute("DELETE FROM node WHERE namespace = ?", (namespace,))
                 db.execute("DELETE FROM namespace WHERE id = ?", (namespace,))
-                for table in ("file", "node"):
-                    db.execute(f"DELETE FROM {table} WHERE namespace = ?", (namespace,))
             now = time.time()
             rows = [(i.id, i.digest, json.dumps(i.about), now) for i in changes.namespaces]
             _put(db, "namespace", rows)

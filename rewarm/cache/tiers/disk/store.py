@@ -100,8 +100,7 @@ class Store(AbstractContextManager["Store"]):
 
     def plan(self, nbytes: int) -> None:
         """Count in bytes that will be written, or, below zero, bytes that will be removed."""
-        with self._count:
-            self._planned += nbytes
+        self._settle(0, -nbytes)
 
     def _settle(self, nbytes: int, planned: int) -> None:
         with self._count:
@@ -189,7 +188,7 @@ class Store(AbstractContextManager["Store"]):
         orphans = self._orphans()
         if repair:
             self.sweep()
-        kept = [file for part in found for id, file in part.files.items() if id not in unused]
+        kept = [file for part in found for file in part.files.values()]
         return Verified(
             nodes=sum(len(part.nodes) for part in found),
             files=len(kept),

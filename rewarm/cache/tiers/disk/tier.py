@@ -146,12 +146,10 @@ class DiskTier(Tier):
             if arrays is None or take(arrays):
                 return True
             why = "it is not what was written"
-        except FetchCancelled:
+        except (FetchCancelled, StoreBroken):
             return True
         except Damaged as damage:
             why = str(damage)
-        except StoreBroken:
-            return True
         except OSError as error:
             log.warning("a payload of %s cannot be read now: %s", self.store.folder, error)
             return True

@@ -11,7 +11,6 @@ import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -191,12 +190,7 @@ class DiskTrees:
         return own, node, shared
 
     def put(
-        self,
-        own: DiskTree,
-        nodes: Sequence[Node],
-        payload: PathPayload,
-        arrays: Sealed,
-        offer: Offer,
+        self, own: DiskTree, nodes: list[Node], payload: PathPayload, arrays: Sealed, offer: Offer
     ) -> None:
         """Have a payload written, and give each of the nodes its part."""
         span = (payload.start, payload.stop) if payload.what != "state" else None
@@ -339,6 +333,10 @@ class DiskTrees:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self._dirty or self._gone)
+
+    @property
+    def is_waited_for(self) -> bool:
+        return any(isinstance(job, threading.Event) for job in self.waiting)
 
     def next_job(self) -> File | threading.Event | None:
         """Take the file that is to be written next, or the event that comes before it."""

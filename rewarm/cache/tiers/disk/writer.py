@@ -44,16 +44,12 @@ class Writer:
         requests: the writer takes time and memory bandwidth from them."""
         self.written = 0
         """Bytes since the start."""
-        self.failures = 0
-        """The number of times that the disk refused."""
         self.rests = 0
         """The number of rests."""
         self._store = trees.store
         self._trees = trees
         self._changed = changed
         self._in_use = in_use
-        self._waited_for = 0
-        """The number of threads that wait for it: it does not rest meanwhile."""
         self._stuck = False
         """True while the index refuses changes."""
         self._closed = False
@@ -72,19 +68,14 @@ class Writer:
         return time.monotonic() < self._paused_until
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all that has changed before this call is on disk. False where the disk
-        refuses, or time is over."""
+        """Wait until all that has changed before this call is on disk, or is to be offered again.
+        False where the index refuses changes, or time is over."""
         done = threading.Event()
         with self._changed:
-            failures = self.failures
             self._trees.waiting.append(done)
-            self._waited_for += 1
             self._changed.notify_all()
-            try:
-                self._changed.wait_for(lambda: self._stuck or done.is_set(), timeout)
-                return done.is_set() and self.failures == failures
-            finally:
-                self._waited_for -= 1
+            self._changed.wait_for(lambda: self._stuck or done.is_set(), timeout)
+            return done.is_set()
 
     def close(self) -> None:
         """Write what waits, and end the thread."""
@@ -126,7 +117,7 @@ class Writer:
 
     def _is_urgent(self) -> bool:
         nearly_full = self._trees.waiting_bytes > NEARLY_FULL * MOST_WAITING
-        return self._closed or self._waited_for > 0 or nearly_full
+        return self._closed or nearly_full or self._trees.is_waited_for
 
     def _work(self) -> bool:
         """Write the next file, and tell the index. False where the index refused."""
@@ -173,7 +164,6 @@ class Writer:
             raise
 
     def _refused(self, error: Exception) -> None:
-        self.failures += 1
         if not isinstance(error, (OSError, sqlite3.Error)):
             log.error("writing to the disk tier failed", exc_info=error)
         elif not self.paused:

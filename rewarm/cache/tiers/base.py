@@ -167,11 +167,9 @@ class Tier(Protocol):
     def forget(self, weights: Collection[str]) -> None:
         """Delete everything that was computed with these weights (`Namespace.weights`), of every
         salt. When this returns, nothing of it can be found again."""
-        return None
 
     def verify(self) -> None:
         """Check everything that is kept, however long it takes. Raises `BrokenInvariant`."""
-        return None
 
     def foreign(self, prompt: Tokens, salt: str | None) -> int:
         """Return the number of tokens of a prompt that the tier has, under the same salt, of other
@@ -180,7 +178,6 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Close files and connections. No other call comes after it."""
-        return None
 
     # Called on any thread
 

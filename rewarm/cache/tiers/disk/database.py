@@ -64,6 +64,9 @@ class Database:
         self.folder = folder
         self.path = folder / INDEX
         self.log_pages = min(max(limit // LOG_SHARE // PAGE, FEWEST_LOG_PAGES), MOST_LOG_PAGES)
+        self.may_grow = 2 * self.log_pages * PAGE
+        """The bytes that it may take beyond `nbytes` at any time: a full log is moved into the
+        database, and its file stays as large."""
         self.broken = False
         self.is_new = False
         """True where there was no database that could be used."""
@@ -205,12 +208,6 @@ class Database:
     @property
     def nbytes(self) -> int:
         return sum(size_of(part) for part in self._files)
-
-    @property
-    def may_grow(self) -> int:
-        """The bytes that it may take beyond `nbytes` at any time: a full log is moved into the
-        database, and its file stays as large."""
-        return 2 * self.log_pages * PAGE
 
 
 def code_of(error: sqlite3.Error) -> int:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rewarm.values import Namespace
 
 from ...tree import Node, Payload, State, Tree
 from ..base import Receipt, Sealed
-from .index import NamespaceInfo
+from ..seal import FORMAT
+from .index import NamespaceInfo, NodeRow
 
+SECOND = 1000
+"""Ticks of the clock in a second. Many things are written in one, and their order matters."""
 HEADER, HEADER_PER_ARRAY = 1024, 128
 """An estimate of the bytes that a file takes beside its arrays."""
+
+
+def clock() -> int:
+    return int(time.time() * SECOND)
 
 
 @dataclass(eq=False)
@@ -18,6 +30,26 @@ class DiskTree:
 
     tree: Tree
     info: NamespaceInfo
+
+    def row(self, node: Node) -> NodeRow:
+        """Make the row of a node. It names only files that are complete."""
+        checkpoint = node.checkpoint
+        is_whole = node.state is None or written_id(node.state) is not None
+        last_used = max(node.last_used, checkpoint.last_used if checkpoint else 0)
+        return NodeRow(
+            id=node.number,
+            namespace=self.info.id,
+            parent=node.parent.number if node.parent is not None and node.start else None,
+            origin=node.origin,
+            kind=checkpoint.kind if checkpoint is not None and is_whole else None,
+            hits=node.hits,
+            used=last_used / SECOND,
+            hint=float(checkpoint.hint) if checkpoint is not None else 1.0,
+            rows_file=written_id(node.rows),
+            window_file=written_id(node.window),
+            state_file=written_id(node.state),
+            key=node.key,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -81,3 +113,14 @@ def written_id(payload: Payload | State | None) -> int | None:
 def nbytes_of(arrays: Sealed) -> int:
     """Estimate the size of a payload's file."""
     return HEADER + sum(array.nbytes + HEADER_PER_ARRAY for array in arrays.values())
+
+
+def about_of(namespace: Namespace) -> dict[str, Any]:
+    """Describe a namespace for the index, with a digest instead of the salt."""
+    own = {**asdict(namespace), "weights": namespace.weights, "format": FORMAT}
+    return {**own, "salt": salt_digest(namespace.salt)}
+
+
+def salt_digest(salt: str | None) -> str:
+    """Return the digest by which the index tells a salt from others."""
+    return hashlib.sha256(salt.encode()).hexdigest()[:16] if salt else ""

@@ -21,14 +21,14 @@ from rewarm.values import Tokens
 from ...find import Query, find, parting
 from ...payload import Rows
 from ...pins import Pin
+from ...retention import Evictor
 from ...tree import Node, agreement, encode
-from ...worth import Retention
+from ...worth import Appraiser, Retention
 from ..base import Browsed, FetchCancelled, Found, Offer, Receipt, Take, Tier, TierStats, resolved
 from ..seal import PathDigest, PathPayload, payloads, sealed_payload
 from .errors import Damaged, StoreBroken
-from .parts import DiskTree, File, file_of, nbytes_of
-from .space import DiskSpace
-from .trees import SECOND, DiskTrees, salt_digest
+from .parts import SECOND, DiskTree, File, clock, file_of, nbytes_of, salt_digest
+from .trees import UNLIMITED, DiskTrees
 from .writer import Writer
 
 log = logging.getLogger("rewarm")
@@ -39,6 +39,13 @@ GROUP = 4 << 20
 reading a few hundred kilobytes."""
 GROUP_SHARE = 64
 """A shared file takes at most the limit divided by this: it is removed only as a whole."""
+MARGIN = 16 << 10
+"""Bytes that the waiting files may take beyond their estimates."""
+FRESH = 60 * SECOND
+"""The time in which a node that was written or read is not removed while there is an older one.
+Otherwise it would be written for nothing, and a `flush` that returned would promise little."""
+AT_ONCE = 64
+"""Nodes that are appraised at a time while there is room."""
 MOST_BEGINNINGS = 1024
 """The number of beginnings of paths to remember of each namespace of another model."""
 
@@ -63,7 +70,16 @@ class DiskTier(Tier):
         self._reads = 0
         self._changed = threading.Condition()
         """The lock of the trees and of what is to be written. No file is touched under it."""
-        self._space = DiskSpace(trees, policy)
+        self._evictor = Evictor(
+            policy,
+            trees.ledger,
+            clock,
+            Appraiser(self.layout.longest_window, self.layout.has_state),
+            on_evict=trees.evicted,
+            by_request=False,
+            unit=SECOND,
+            fresh=FRESH,
+        )
         self._fetches = ThreadPoolExecutor(READERS, "rewarm-disk-fetch")
         self._readers = ThreadPoolExecutor(READERS, "rewarm-disk-read")
         self._group = min(GROUP, self.store.limit // GROUP_SHARE)
@@ -193,7 +209,7 @@ class DiskTier(Tier):
                 if self.writer.is_full:
                     return False
                 arrays = sealed_payload(path, missing)
-                if not self._space.make(nbytes_of(arrays)):
+                if not self._make_room(nbytes_of(arrays)):
                     return False
                 self.trees.put(own, nodes, missing, arrays, offer)
             if offer.path[-1].checkpoint is not None:
@@ -218,6 +234,34 @@ class DiskTier(Tier):
             return replace(payload, value=part, start=part.start)
         return payload
 
+    def _make_room(self, nbytes: int) -> bool:
+        """Make space for so many bytes by the time that they are written. Pinned nodes stay.
+        Payloads of other models go first, then those that memory's policy chooses."""
+        if self._lacking(nbytes) <= 0:
+            # File a few new nodes each time: to file all of them on a full disk would take seconds.
+            self._evictor.take_in(AT_ONCE)
+            return True
+        for stranger in self.trees.strangers():
+            name = stranger.about.get("name", stranger.digest)
+            log.info("the disk tier is full: what %s has in it goes", name)
+            self.trees.clear(stranger)
+            if self._lacking(nbytes) <= 0:
+                return True
+        self.trees.read_all()
+        # An eviction may free less than it seems: two nodes may share a file.
+        while (lacking := self._lacking(nbytes)) > 0:
+            before = self._evictor.evictions
+            self._evictor.trim(self.trees.ledger.held.total - lacking)
+            if self._evictor.evictions == before:
+                return False
+        return True
+
+    def _lacking(self, nbytes: int) -> int:
+        try:
+            return nbytes + MARGIN - self.store.unplanned_bytes()
+        except OSError:  # the folder is gone, or the store is broken: there is no space at all
+            return UNLIMITED
+
     def flush(self, deadline: float | None) -> bool:
         timeout = deadline - time.monotonic() if deadline is not None else None
         return self.writer.wait(timeout) and not self.writer.paused
@@ -226,7 +270,7 @@ class DiskTier(Tier):
         with self._entered() as trees:
             ours = {*weights, *(base.weights for base in trees.bases)}
             trees.forget()
-            self._space.evictor.forget()
+            self._evictor.forget()
         self.writer.wait()
         self.store.clear(lambda info: info.about.get("weights") in ours)
 
@@ -251,7 +295,7 @@ class DiskTier(Tier):
         return TierStats(
             budget=self.store.limit,
             kinds={"files": nbytes},
-            evictions={"any": self._space.evictor.evictions},
+            evictions={"any": self._evictor.evictions},
             reads=self._reads,
             written=self.writer.written,
             unwritten=self.trees.waiting_bytes,
@@ -261,5 +305,5 @@ class DiskTier(Tier):
     def browse(self) -> Browsed:
         held = self.trees.ledger.held
         with self._changed:
-            version = (held.nodes, held.total)
-            return Browsed(self.trees.by_namespace(), self._changed, version, SECOND)
+            trees, version = self.trees.by_namespace(), (held.nodes, held.total)
+        return Browsed(trees, self._changed, version, SECOND)

@@ -7,12 +7,8 @@ The trees are as the disk will be once everything that waits is written. The ind
 from __future__ import annotations
 
 import gc
-import hashlib
 import threading
-import time
 from collections import deque
-from dataclasses import asdict
-from typing import Any
 
 from rewarm.values import Namespace
 
@@ -22,18 +18,12 @@ from ...placement import WEIGHTS
 from ...tree import NOWHERE, WIDTH, Checkpoint, ChunkTree, Node, Tree, tree_of
 from ...worth import Item
 from ..base import Offer, Receipt, Sealed
-from ..seal import FORMAT, PathPayload, digest_of
+from ..seal import PathPayload, digest_of
 from .index import Changes, FileRow, NamespaceInfo, NodeRow, new_id
-from .parts import DiskTree, File, FilePart, file_of, files_of, nbytes_of, written_id
+from .parts import SECOND, DiskTree, File, FilePart, about_of, clock, file_of, files_of, nbytes_of
 from .store import Store
 
 UNLIMITED = 1 << 60
-SECOND = 1000
-"""Ticks of the clock in a second. Many things are written in one, and their order matters."""
-
-
-def clock() -> int:
-    return int(time.time() * SECOND)
 
 
 class DiskTrees:
@@ -81,7 +71,7 @@ class DiskTrees:
         digest = digest_of(namespace)
         own = self._known.get(_number(digest))
         if own is None:
-            about = {**_about(namespace), **self._for_people}
+            about = {**about_of(namespace), **self._for_people}
             own = self._read(NamespaceInfo(_number(digest), digest, about))
         if own.tree.namespace != namespace:  # the index does not reveal salts
             own.tree.namespace = namespace
@@ -101,8 +91,8 @@ class DiskTrees:
 
     def is_ours(self, info: NamespaceInfo) -> bool:
         """True where a namespace is one of this process, perhaps with another salt."""
-        about = {**info.about, "salt": salt_digest(None)}
-        return any(_about(base).items() <= about.items() for base in self.bases)
+        about = {**info.about, "salt": ""}
+        return any(about_of(base).items() <= about.items() for base in self.bases)
 
     def strangers(self) -> list[NamespaceInfo]:
         """Return the namespaces of others, with the longest unused first."""
@@ -115,8 +105,8 @@ class DiskTrees:
         self.store.plan(-stranger.bytes)
 
     def _read(self, info: NamespaceInfo) -> DiskTree:
-        own = self._known[info.id] = DiskTree(self._tree_kind(), info)
-        if self._stored.pop(info.id, None) is not None:
+        own = DiskTree(self._tree_kind(), info)
+        if info.id in self._stored:
             # Many new objects that all stay would start the garbage collector for nothing.
             collects = gc.isenabled()
             gc.disable()
@@ -125,6 +115,8 @@ class DiskTrees:
             finally:
                 if collects:
                     gc.enable()
+        self._known[info.id] = own
+        self._stored.pop(info.id, None)
         return own
 
     def _build(self, own: DiskTree) -> None:
@@ -289,13 +281,10 @@ class DiskTrees:
 
     def forget(self) -> None:
         """Forget all trees, and everything that waits."""
-        for file in self.waiting:
-            if isinstance(file, File) and file.nodes:
-                self._free(file)
         for own in self._known.values():
             for node in own.tree.nodes():
                 for file in files_of(node):
-                    file.nodes.clear()
+                    self._release(node, file)
             own.tree.clear()
         self.ledger.held = Held()
         for known in (self._dirty, self._used, self._known, self.waiting, self.returned):
@@ -334,10 +323,6 @@ class DiskTrees:
     def has_work(self) -> bool:
         return bool(self.waiting or self._dirty or self._gone)
 
-    @property
-    def is_waited_for(self) -> bool:
-        return any(isinstance(job, threading.Event) for job in self.waiting)
-
     def next_job(self) -> File | threading.Event | None:
         """Take the file that is to be written next, or the event that comes before it."""
         while self.waiting:
@@ -370,19 +355,20 @@ class DiskTrees:
         """Take the changes for the index whose files are complete."""
         changes, self._gone = self._gone, Changes()
         self._taken, self._dirty, self._used = {**self._used, **self._dirty}, {}, {}
-        # The others are gone, or come again when their files are complete.
-        ready = {node: own for node, own in self._taken.items() if self._is_ready(node)}
-        changes.nodes += [_row(own, node) for node, own in ready.items()]
-        changes.namespaces += [own.info for own in {*ready.values()}]
-        for file in {file for node in ready for file in files_of(node)}:
+        owns, files = set[DiskTree](), set[File]()
+        for node, own in self._taken.items():
+            row = own.row(node)
+            if node.parent is None or (self.layout.has_rows and row.rows_file is None):
+                continue  # it is gone, or comes again when its file is complete
+            changes.nodes.append(row)
+            owns.add(own)
+            files.update(files_of(node))
+        changes.namespaces += [own.info for own in owns]
+        for file in files:
             if file.size is not None:
                 start, stop = file.span or (None, None)
                 changes.files.append(FileRow(file.id, file.own.info.id, file.size, start, stop))
         return changes
-
-    def _is_ready(self, node: Node) -> bool:
-        has_rows = written_id(node.rows) is not None or not self.layout.has_rows
-        return node.parent is not None and has_rows
 
     def put_back(self, changes: Changes) -> None:
         """Put back changes that the index refused, so that they are taken again."""
@@ -392,37 +378,6 @@ class DiskTrees:
         self._gone.cleared |= changes.cleared
 
 
-def _row(own: DiskTree, node: Node) -> NodeRow:
-    checkpoint = node.checkpoint
-    is_whole = node.state is None or written_id(node.state) is not None
-    last_used = max(node.last_used, checkpoint.last_used if checkpoint else 0)
-    return NodeRow(
-        id=node.number,
-        namespace=own.info.id,
-        parent=node.parent.number if node.parent is not None and node.start else None,
-        origin=node.origin,
-        kind=checkpoint.kind if checkpoint is not None and is_whole else None,
-        hits=node.hits,
-        used=last_used / SECOND,
-        hint=float(checkpoint.hint) if checkpoint is not None else 1.0,
-        rows_file=written_id(node.rows),
-        window_file=written_id(node.window),
-        state_file=written_id(node.state),
-        key=node.key,
-    )
-
-
 def _number(digest: str) -> int:
     """Return the number of a namespace in the index."""
     return int(digest[:15], 16)
-
-
-def _about(namespace: Namespace) -> dict[str, Any]:
-    """Describe a namespace for the index, with a digest instead of the salt."""
-    own = {**asdict(namespace), "weights": namespace.weights, "format": FORMAT}
-    return {**own, "salt": salt_digest(namespace.salt)}
-
-
-def salt_digest(salt: str | None) -> str:
-    """Return the digest by which the index tells a salt from others."""
-    return hashlib.sha256(salt.encode()).hexdigest()[:16] if salt else ""

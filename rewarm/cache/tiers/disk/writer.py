@@ -117,7 +117,8 @@ class Writer:
 
     def _is_urgent(self) -> bool:
         nearly_full = self._trees.waiting_bytes > NEARLY_FULL * MOST_WAITING
-        return self._closed or nearly_full or self._trees.is_waited_for
+        is_waited_for = any(isinstance(job, threading.Event) for job in self._trees.waiting)
+        return self._closed or nearly_full or is_waited_for
 
     def _work(self) -> bool:
         """Write the next file, and tell the index. False where the index refused."""

@@ -167,18 +167,17 @@ class Unsealer:
         if start > self._query.length or label["path"] != self._path.at(start):
             raise BrokenSeal("it belongs to another path")
         ends = self._ours(arrays[TOKENS].tobytes(), start, label["ends"])
+        layers = len(self._query.layout.groups[what])
         value: Rows | PackedState
         if what == "state":
             value = unpack_state(arrays, label["form"])
-            if not isinstance(value.skeleton, (list, tuple)) or (
-                len(value.skeleton) != len(self._query.layout.groups["state"])
-            ):
+            if not isinstance(value.skeleton, (list, tuple)) or len(value.skeleton) != layers:
                 raise BrokenSeal("it is the state of another model")
         else:
             rows = unpack_rows(arrays, label["form"])
             if (rows.start, rows.stop) != (start, label["ends"][-1][0]):
                 raise BrokenSeal("it holds other rows than its label says")
-            if len(rows.packing.counts) != len(self._query.layout.groups[what]):
+            if len(rows.packing.counts) != layers:
                 raise BrokenSeal("it holds the rows of another model")
             part = rows.part(start, max(ends))
             if part is None:

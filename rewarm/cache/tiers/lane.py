@@ -38,10 +38,8 @@ class Lane:
         self._count = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # A daemon: a tier that never answers must not keep the process from ending.
-        self._thread = threading.Thread(
-            target=_run, args=(self._jobs,), name=f"rewarm-{tier.name}", daemon=True
-        )
-        self._thread.start()
+        name = f"rewarm-{tier.name}"
+        threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True).start()
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Make a call on the tier's thread, after all calls that were submitted before."""

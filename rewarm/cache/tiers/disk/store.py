@@ -166,9 +166,7 @@ class Store(AbstractContextManager["Store"]):
     # Damage
 
     def verify(
-        self,
-        progress: Callable[[int, int], object] = lambda done, total: None,
-        repair: bool = True,
+        self, progress: Callable[[int, int], object] = lambda done, total: None, repair: bool = True
     ) -> Verified:
         """Read everything. With `repair`, remove what is damaged, with all that needs it."""
         sizes = self.index.file_sizes()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from rewarm.values import Origin
 
@@ -19,8 +20,10 @@ from ..payload import PackedState, Rows, chained
 from ..pins import Pin
 from ..tree import NODE_BYTES, WIDTH, Checkpoint, Tree
 from .base import FetchCancelled, Found, Sealed
-from .lane import Lane
 from .seal import BrokenSeal, PathPayload, Unsealer, What
+
+if TYPE_CHECKING:
+    from .lower import Lane
 
 log = logging.getLogger("rewarm")
 

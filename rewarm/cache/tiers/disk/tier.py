@@ -29,7 +29,7 @@ from ..seal import PathDigest, PathPayload, payloads, sealed_payload
 from .errors import Damaged, StoreBroken
 from .parts import SECOND, DiskTree, File, clock, file_of, nbytes_of, salt_digest
 from .trees import UNLIMITED, DiskTrees
-from .writer import Writer
+from .writer import MOST_WAITING, Writer
 
 log = logging.getLogger("rewarm")
 
@@ -206,7 +206,7 @@ class DiskTier(Tier):
                 missing = self._missing(nodes, payload)
                 if missing is None:
                     continue
-                if self.writer.is_full:
+                if self.writer.paused or self.trees.waiting_bytes >= MOST_WAITING:
                     return False
                 arrays = sealed_payload(path, missing)
                 if not self._make_room(nbytes_of(arrays)):

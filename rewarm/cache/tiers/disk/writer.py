@@ -58,11 +58,6 @@ class Writer:
         self._thread.start()
 
     @property
-    def is_full(self) -> bool:
-        """True where nothing more can be taken now: too much waits, or the disk refused."""
-        return self._trees.waiting_bytes >= MOST_WAITING or self.paused
-
-    @property
     def paused(self) -> bool:
         """True where the disk refused a moment ago."""
         return time.monotonic() < self._paused_until

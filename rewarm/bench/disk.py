@@ -18,7 +18,7 @@ import typer
 import rewarm
 from rewarm.cache import PrefixCache
 from rewarm.cache.tiers.disk.files import ALIGNED
-from rewarm.cache.tiers.disk.index import Changes, FileRow, NamespaceRow, NodeRow, new_id
+from rewarm.cache.tiers.disk.index import Changes, FileRow, NamespaceInfo, NodeRow, new_id
 from rewarm.cache.tiers.disk.store import Store
 from rewarm.values import Tokens
 
@@ -204,7 +204,7 @@ def _open(bench: Bench, nodes: int, folder: Path, tokens: int = 512) -> None:
 def _rows(nodes: int, tokens: int) -> Changes:
     """Make the rows of so many nodes, twenty to a path."""
     draw = np.random.default_rng(0)
-    changes = Changes([NamespaceRow(BENCH, "bench", "{}", time.time())])
+    changes = Changes([NamespaceInfo(BENCH, "bench", {})])
     parent = None
     for n in range(nodes):
         at = n % 20 * tokens

@@ -31,7 +31,7 @@ from .tiers.base import Tier
 from .tiers.disk.errors import StoreError
 from .tiers.disk.store import Store
 from .tiers.disk.tier import DiskTier
-from .tiers.promote import Promoter
+from .tiers.disk.trees import DiskTrees
 from .transfer import Transfer
 from .worth import Retention, WorkPerByte
 
@@ -88,7 +88,6 @@ class CacheCore:
         self.memory = Memory(self.layout, budget_of(memory), policy, chunked=reuse == "exact")
         self._lower = self.memory.lower
         self._transfer = Transfer(self.layout, self.blank, self.memory)
-        self._promoter = Promoter(self.layout, self.memory)
         self._lock = threading.RLock()
         self._closed = False
         self._owned = False
@@ -149,16 +148,11 @@ class CacheCore:
         except StoreError as error:
             log.warning("there is no disk tier: %s", error)
             return self._unopened
-        disk = DiskTier(
-            store,
-            self.layout,
-            self.memory.evictor.policy,
-            namespace,
-            model=getattr(self.model, "rewarm_source", type(self.model).__module__),
-            grid=f"exact {self.chunk}" if self.reuse == "exact" else "fast",
-            in_use=partial(bool, self.memory.pins.live),
-        )
-        return [disk, *self._unopened]
+        model = getattr(self.model, "rewarm_source", type(self.model).__module__)
+        grid = f"exact {self.chunk}" if self.reuse == "exact" else "fast"
+        trees = DiskTrees(store, self.layout, namespace, model=model, grid=grid)
+        in_use = partial(bool, self.memory.pins.live)
+        return [DiskTier(trees, self.memory.evictor.policy, in_use), *self._unopened]
 
     def _attached(self) -> None:
         """Wait until `attach` is done."""
@@ -243,7 +237,7 @@ class CacheCore:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers in use below memory, from fast to slow."""
-        return self._lower.tiers
+        return tuple(lane.tier for lane in self._lower.lanes)
 
     def _divide(self) -> None:
         """Divide prompts for the model as it is now."""

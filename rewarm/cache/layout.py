@@ -95,7 +95,7 @@ class Layout:
             windows = [n.window for n in path if isinstance(n.window, Rows)]
             self._load_rows(new, "window", windows, position, 0)
         if self.has_state:
-            state = node.checkpoint.state if node.checkpoint is not None else None
+            state = node.state
             if not isinstance(state, PackedState):
                 raise LookupError(f"no checkpoint at {position}")
             for i, value in zip(self.groups["state"], state.unpack(), strict=True):

@@ -182,10 +182,8 @@ class Rows:
         return Rows(self.packing, tuple(found)) if found else None
 
 
-def chained(pieces: Sequence[Rows]) -> Rows | None:
+def chained(pieces: Sequence[Rows]) -> Rows:
     """Chain rows that follow one another into one `Rows`. Copies nothing."""
-    if not pieces:
-        return None
     return Rows(pieces[0].packing, tuple(s for piece in pieces for s in piece.segments))
 
 

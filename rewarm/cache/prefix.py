@@ -19,7 +19,7 @@ from .find import Query, ResumePoint, find
 from .model import TokenIds, checked_tokens
 from .pins import Lease
 from .tiers.base import Found
-from .tiers.fetch import Fetch, Worth
+from .tiers.fetch import Fetch, Promotion, Worth
 from .tiers.lower import SILENCE
 from .tree import Node, Tree, encode
 from .views.miss import Missed, known_below, match_with, why
@@ -330,11 +330,12 @@ class PrefixCache(CacheCore):
     def _with_fetched(self, fetch: Fetch, before: int, tree: Tree, query: Query) -> ResumePoint:
         """Put what was fetched into its tree, end the fetch, and look for the prompt again. It
         could resume at `before`."""
-        pieces = fetch.taken() if fetch.future.done() and fetch.epoch == self._lower.epoch else []
+        is_whole = fetch.future.done() and fetch.pin in self.memory.pins.live
+        pieces = fetch.taken() if is_whole else []
         try:
             if pieces and fetch.found is not None:
                 into = self.memory.tree(fetch.query.namespace)
-                self._promoter.promote(into, fetch.query, pieces, fetch.found)
+                Promotion(self.memory, fetch.query, fetch.found, pieces).into(into)
         except Exception:
             log.exception("what was fetched could not be put into memory; it is computed again")
         fetch.cancel()

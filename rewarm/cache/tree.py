@@ -110,6 +110,11 @@ class Node:
         self.warm = self.waits = False
 
     @property
+    def state(self) -> State | None:
+        """The state at its end, where a checkpoint holds one."""
+        return self.checkpoint.state if self.checkpoint is not None else None
+
+    @property
     def nbytes(self) -> int:
         """The bytes of its payloads."""
         payloads = (self.rows, self.window, self.checkpoint)

@@ -110,7 +110,7 @@ def clear(disk: Disk, namespace: Namespace = None, salt: Salt = None) -> None:
                 )
             freed = store.clear(lambda info: info.id == found[0].id)
         elif salt is not None:
-            from rewarm.cache.tiers.disk.trees import salt_digest
+            from rewarm.cache.tiers.disk.parts import salt_digest
 
             wanted = salt_digest(salt)
             freed = store.clear(lambda info: info.about.get("salt") == wanted)

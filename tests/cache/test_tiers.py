@@ -19,7 +19,7 @@ from rewarm.cache import PrefixCache
 from rewarm.cache.find import Query
 from rewarm.cache.tiers import seal
 from rewarm.cache.tiers.base import Found, Sealed, Take
-from rewarm.cache.tiers.seal import LABEL, FetchedPayload, Unsealer
+from rewarm.cache.tiers.seal import LABEL, PathPayload, Unsealer
 from rewarm.values import Match
 from tests import zoo
 from tests.cache.hostile_tier import HostileTier, Vice
@@ -96,14 +96,13 @@ def test_whatever_a_tier_does_no_answer_changes(name: str, vice: Vice, reuse: st
     cache.close()
 
 
-def believing(unsealer: Unsealer, arrays: Sealed) -> FetchedPayload:
+def believing(unsealer: Unsealer, arrays: Sealed) -> PathPayload:
     """Accept every payload as the right one, without a check of its seal."""
     label = json.loads(arrays[LABEL].tobytes())
     unpack = seal.unpack_state if label["what"] == "state" else seal.unpack_rows
-    ends = [(stop, origin) for stop, origin in label["ends"]]
-    stops, origins = zip(*ends, strict=True)
     value: Any = unpack(arrays, label["form"])
-    return FetchedPayload(label["what"], label["start"], stops, origins, value, label["kind"])
+    ends = dict(label["ends"])
+    return PathPayload(label["what"], label["start"], ends, value, label["kind"])
 
 
 @pytest.mark.parametrize("lie", LIES)

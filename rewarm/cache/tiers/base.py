@@ -10,7 +10,6 @@ A new tier is a subclass of `Tier` with a name, `find`, `fetch` and `offer`:
 
 from __future__ import annotations
 
-import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,11 +19,10 @@ from typing import Any, Protocol, TypeVar
 
 import numpy.typing as npt
 
-from rewarm.values import Kind, Namespace, Origin, Reason, Tokens
+from rewarm.values import Kind, Namespace, Reason, Tokens
 
 from ..find import Parting, Query
-from ..payload import PackedState, Rows
-from ..tree import WIDTH, Node, Tree
+from ..tree import Node, Tree
 
 T = TypeVar("T")
 
@@ -66,26 +64,6 @@ class Found:
     """The tier's name. The cache fills it in."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """A node of memory's tree as it was when it was offered. Its payloads never change."""
-
-    start: int
-    key: bytes
-    origin: Origin
-    hits: int
-    rows: Rows | None
-    window: Rows | None
-    state: PackedState | None
-    kind: Kind | None
-    """The kind of the checkpoint at its end, which has no `state` where rows hold everything."""
-    hint: float = 1.0
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.key) // WIDTH
-
-
 @dataclass(frozen=True, eq=False)
 class Receipt:
     """The cache's note of what an offer was made of. A tier must not look into it: it changes."""
@@ -95,12 +73,14 @@ class Receipt:
 
 @dataclass(frozen=True, eq=False)
 class Offer:
-    """A path that memory has, from the first token on. Its last span is offered. A tier that lacks
-    the spans before it finds them here, too."""
+    """A path that memory has, from the first token on. Its last node is offered. A tier that lacks
+    the nodes before it finds them here, too."""
 
     namespace: Namespace
-    path: tuple[Span, ...]
-    exact: bool
+    path: tuple[Node, ...]
+    """Copies of memory's nodes without parents or children. What they hold never changes."""
+    cuts: tuple[int, ...]
+    """The cuts of the path in `exact`; none in `fast`."""
     receipt: Receipt = field(repr=False)
     """`Tier.offer` returns it for an offer that is to be made again. Keep this and not the offer,
     which holds its payloads in memory."""
@@ -108,19 +88,12 @@ class Offer:
     @property
     def data(self) -> bytes:
         """The tokens of the path as a key."""
-        return b"".join(span.key for span in self.path)
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """The cuts of the path in `exact`; none in `fast`."""
-        stops = itertools.accumulate(len(span.key) // WIDTH for span in self.path)
-        return tuple(stops) if self.exact else ()
+        return b"".join(node.key for node in self.path)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its last span."""
-        span = self.path[-1]
-        return sum(p.nbytes for p in (span.rows, span.window, span.state) if p is not None)
+        """The bytes of its last node."""
+        return self.path[-1].nbytes
 
 
 @dataclass(frozen=True)
@@ -194,11 +167,9 @@ class Tier(Protocol):
     def forget(self, weights: Collection[str]) -> None:
         """Delete everything that was computed with these weights (`Namespace.weights`), of every
         salt. When this returns, nothing of it can be found again."""
-        return None
 
     def verify(self) -> None:
         """Check everything that is kept, however long it takes. Raises `BrokenInvariant`."""
-        return None
 
     def foreign(self, prompt: Tokens, salt: str | None) -> int:
         """Return the number of tokens of a prompt that the tier has, under the same salt, of other
@@ -207,7 +178,6 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Close files and connections. No other call comes after it."""
-        return None
 
     # Called on any thread
 

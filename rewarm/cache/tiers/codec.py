@@ -32,8 +32,6 @@ class StoredArray:
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    start: int
-    """Its first byte in the payload."""
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +48,7 @@ class Received(Sealed):
         self.made: dict[str, mx.array] = {}
         on_cpu = mx.default_device() == mx.cpu
         for each in arrays:
-            if on_cpu and each.name[0].isdigit() and 0 not in each.shape:
+            if on_cpu and each.name[:1].isdigit() and 0 not in each.shape:
                 self.made[each.name] = mx.zeros(each.shape, DTYPES[each.dtype.name])
             else:
                 self[each.name] = np.empty(each.shape, each.dtype)
@@ -77,18 +75,13 @@ def unpack_rows(arrays: Sealed, form: Form) -> Rows:
     """Make rows of arrays. Raises where the arrays are not what the form says."""
     shapes = tuple(RowShape(h, w, DTYPES[name]) for h, w, name in form["shapes"])
     packing = Packing(shapes, tuple(form["counts"]))
-    segments = tuple(
-        Segment(
-            start,
-            stop,
-            tuple(_taken(arrays, f"{i}.{j}", dtype) for j, dtype in enumerate(form["dtypes"])),
-        )
-        for i, (start, stop) in enumerate(form["segments"])
-    )
-    for segment in segments:
-        segment.check(packing)
+    segments = []
+    for i, (start, stop) in enumerate(form["segments"]):
+        found = [_taken(arrays, f"{i}.{j}", dtype) for j, dtype in enumerate(form["dtypes"])]
+        segments.append(Segment(start, stop, tuple(found)))
+        segments[-1].check(packing)
     mx.eval([s.arrays for s in segments])
-    return Rows(packing, segments)
+    return Rows(packing, tuple(segments))
 
 
 def pack_state(state: PackedState) -> tuple[Sealed, Form]:

@@ -1,4 +1,4 @@
-"""A fetch: the payloads that a tier has of a prompt, on their way into memory."""
+"""A fetch: the payloads that a tier has of a prompt, on their way into the memory tree."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rewarm.values import Origin
 
 from ..find import Query
-from ..payload import PackedState
+from ..memory import Memory
+from ..payload import PackedState, Rows, chained
 from ..pins import Pin
+from ..tree import NODE_BYTES, WIDTH, Checkpoint, Tree
 from .base import FetchCancelled, Found, Sealed
-from .lane import Lane
-from .seal import BrokenSeal, FetchedPayload, Unsealer
+from .seal import BrokenSeal, PathPayload, Unsealer, What
+
+if TYPE_CHECKING:
+    from .lower import Lane
 
 log = logging.getLogger("rewarm")
 
@@ -49,10 +57,11 @@ class Fetch:
         resume: int,
         pin: Pin,
         dropped: deque[Pin],
-        epoch: int,
-        worth: Worth | None = None,
+        worth: Worth | None,
+        lanes: Iterable[Lane],
     ) -> None:
-        """`resume` is the position that the model could go on from without the fetch."""
+        """Ask the tiers, from fast to slow. `resume` is the position that the model could go on
+        from without the fetch."""
         self.future: Future[bool] = Future()
         """It is resolved, on any thread, once there is nothing left to wait for. True means that
         `take_in` has something to put into memory. False means that the tiers have nothing of use,
@@ -65,29 +74,23 @@ class Fetch:
         """The name of the tier that it comes from; None as long as none was chosen."""
         self.progress = FetchProgress(0, 0)
         self.query = query
-        self.epoch = epoch
-        """The number of times that the cache had been cleared when this began."""
+        self.pin = pin
+        """It is no longer live once the cache was cleared."""
         self.known: Found | None = None
         """The answer of the tier that knows most of the prompt."""
         self.found: Found | None = None
         """The answer that the fetch relies on."""
         self._resume = resume
         self._worth = worth
-        self._lanes: Sequence[Lane] = ()
-        self._answers: list[Found | None] = []
-        self._pieces: list[FetchedPayload] = []
+        self._unasked = iter(lanes)
+        self._answers: dict[Lane, Found] = {}
+        self._pieces: list[PathPayload] = []
         self._unsealer = Unsealer(query)
-        self._calls: list[Callable[[Fetch], None]] = []
         self._ended = False
         self._lock = threading.Lock()
         # The finalizer may run at any moment in any thread, so it only notes the pin.
         self._unpin = weakref.finalize(self, dropped.append, pin)
-
-    def begin(self, lanes: Sequence[Lane]) -> Fetch:
-        """Ask the tiers, from fast to slow."""
-        self._lanes = lanes
         self._ask()
-        return self
 
     def cancel(self) -> None:
         """Give the fetch up. When this returns, `future` is resolved, and what has come is
@@ -99,11 +102,8 @@ class Fetch:
 
     def on_done(self, call: Callable[[Fetch], None]) -> None:
         """Have `call` called once `future` is resolved: at once if it is, else on any thread."""
-        with self._lock:
-            if not self._ended:
-                self._calls.append(call)
-                return
-        call(self)
+        fetch = weakref.proxy(self)  # the future must not keep the fetch
+        self.future.add_done_callback(lambda _: call(fetch))
 
     def wait(self, silence: float) -> bool:
         """Wait for the end of the fetch. Cancel it after so many seconds without a byte.
@@ -116,39 +116,37 @@ class Fetch:
             before = self.progress
         return self.future.result()
 
-    def taken(self) -> list[FetchedPayload]:
+    def taken(self) -> list[PathPayload]:
         """Hand over the payloads that came. The fetch does not keep them."""
         with self._lock:
             pieces, self._pieces = self._pieces, []
         return pieces
 
     def _ask(self) -> None:
-        """Ask the next tier, unless the last one can give everything that can be reused."""
-        asked = len(self._answers)
-        last = self._answers[-1] if self._answers else None
-        if asked < len(self._lanes) and (last is None or last.resume < self.query.length - 1):
-            self._lanes[asked].find(self.query).add_done_callback(self._answered)
+        lane = next(self._unasked, None)
+        if lane is not None:
+            lane.find(self.query).add_done_callback(partial(self._answered, lane))
         else:
             self._choose()
 
-    def _answered(self, answer: Future[Found | None]) -> None:
+    def _answered(self, lane: Lane, answer: Future[Found | None]) -> None:
+        """Ask the next tier, unless this one can give everything that can be reused."""
         found = answer.result()
-        self._answers.append(found)
-        if found is not None and (self.known is None or found.shared > self.known.shared):
+        if found is None:
+            return self._ask()
+        self._answers[lane] = found
+        if self.known is None or found.shared > self.known.shared:
             self.known = found
-        self._ask()
+        return self._ask() if found.resume < self.query.length - 1 else self._choose()
 
     def _choose(self) -> None:
         """Fetch from the tier that gives most, or from the fastest of equal ones."""
-        best: Found | None = None
-        for found in self._answers:
-            if found is not None and found.resume > max(self._resume, best.resume if best else 0):
-                best = found
-        if best is None or self._ended:
+        answers = self._answers
+        lane = max(answers, key=lambda lane: answers[lane].resume, default=None)
+        if lane is None or answers[lane].resume <= self._resume or self._ended:
             return self._end(False)
-        lane = self._lanes[self._answers.index(best)]
-        self._answers[self._answers.index(best)] = None
-        if self._worth is not None and not self._is_worth(best):
+        best = answers.pop(lane)
+        if not self._is_worth(best):
             return self._choose()
         self.found, self.tier, self.tokens = best, lane.tier.name, best.resume
         self.progress = FetchProgress(0, best.nbytes)
@@ -156,8 +154,8 @@ class Fetch:
 
     def _is_worth(self, found: Found) -> bool:
         try:
-            assert self._worth is not None
-            return self._worth(found.resume - self._resume, found.nbytes)
+            saves = found.resume - self._resume
+            return self._worth is None or self._worth(saves, found.nbytes)
         except Exception:
             log.exception("nobody could say whether a fetch is worth it: it is not made")
             return False
@@ -204,10 +202,92 @@ class Fetch:
             if self._ended:
                 return
             self._ended = True
-            calls, self._calls = self._calls, []
             if not came:
                 self.tokens = 0
         # Without the lock: a callback may read or cancel the fetch.
         self.future.set_result(came)
-        for call in calls:
-            call(self)
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """Puts what a fetch brought into a tree, in memory and without waiting for anything."""
+
+    memory: Memory
+    query: Query
+    found: Found
+    pieces: Sequence[PathPayload]
+
+    def into(self, tree: Tree) -> None:
+        """Extend the path of a prompt. What does not fit is left out, with all that follows it."""
+        query = self.query
+        upto = max(piece.stop for piece in self.pieces)
+        walk = tree.walk(*query.upto(upto))
+        pin = Pin(tree, walk.node)
+        try:
+            known = walk.shared if tree.splits else walk.node.end
+            if known < walk.node.end and not self.memory.split(pin, known):
+                return
+            self._fill_windows(pin)
+            self._put_checkpoint(pin)
+            origins: dict[int, Origin] = {}
+            for piece in self.pieces:
+                origins |= piece.ends
+            # In `exact` these are the prompt's own cuts: a payload may hold several chunks.
+            for stop in query.cuts if query.reuse == "exact" else sorted(origins):
+                if not known < stop <= upto:
+                    continue
+                if not self._grow(pin, stop, origins.get(stop, "prefill")):
+                    return
+                self._put_checkpoint(pin)
+        finally:
+            pin.drop()
+
+    def _grow(self, pin: Pin, stop: int, origin: Origin) -> bool:
+        start = pin.node.end
+        rows, window = self._rows("rows", start, stop), self._rows("window", start, stop)
+        if self.query.layout.has_rows and (rows is None or rows.start > start):
+            return False
+        payloads = [p for p in (rows, window) if p is not None]
+        nbytes = NODE_BYTES + (stop - start) * WIDTH + sum(p.nbytes for p in payloads)
+        fits = self.memory.evictor.make_room(nbytes, sum(p.buffers for p in payloads))
+        if fits:
+            key = self.query.data[start * WIDTH : stop * WIDTH]
+            self.memory.grow(pin, key, origin, rows, window)
+        return fits
+
+    def _fill_windows(self, pin: Pin) -> None:
+        """Give memory's nodes back the window rows that were evicted."""
+        for node in pin.node.path():
+            has = node.window.start if node.window is not None else node.end
+            window = self._rows("window", node.start, node.end)
+            if window is None or window.start >= has:
+                continue
+            if self.memory.evictor.make_room(window.nbytes, window.buffers):
+                self.memory.ledger.put_window(node, window)
+
+    def _put_checkpoint(self, pin: Pin) -> None:
+        node, found = pin.node, self.found
+        at_end = next((p for p in self.pieces if p.what == "state" and p.start == node.end), None)
+        state = at_end.value if at_end is not None else None
+        kind = found.kind if found.resume == node.end else None
+        if at_end is not None:
+            kind = kind or at_end.kind or "end"
+        if node.parent is None or node.checkpoint is not None or kind is None:
+            return
+        if state is None and self.query.layout.has_state:
+            return
+        if state is None or self.memory.evictor.make_room(state.nbytes, state.buffers):
+            taken = Checkpoint(kind, state, self.memory.clock, hint=found.hint)
+            self.memory.ledger.put_checkpoint(node, taken)
+
+    def _rows(self, what: What, start: int, stop: int) -> Rows | None:
+        """Return the rows that end at `stop`, as far back to `start` as they have no gap."""
+        parts: list[Rows] = []
+        for piece in sorted(self.pieces, key=lambda piece: -piece.stop):
+            if piece.what != what or not isinstance(piece.value, Rows):
+                continue
+            at = parts[0].start if parts else stop
+            part = piece.value.part(start, at)
+            if part is not None and part.stop == at:
+                parts.insert(0, part)
+        return chained(parts) if parts else None

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -22,8 +24,8 @@ from rewarm.values import Kind, Namespace, Origin
 
 from ..find import Query
 from ..payload import PackedState, Rows, chained
-from ..tree import WIDTH, agreement
-from .base import Offer, Sealed, Span
+from ..tree import WIDTH, Node, agreement
+from .base import Offer, Sealed
 from .codec import pack_rows, pack_state, unpack_rows, unpack_state
 
 FORMAT = 3
@@ -39,23 +41,24 @@ class BrokenSeal(Exception):
 
 
 @dataclass(frozen=True)
-class FetchedPayload:
-    """A payload that was checked, cut to the path that was asked for."""
+class PathPayload:
+    """A payload with its place in a path."""
 
     what: What
     start: int
-    stops: tuple[int, ...]
-    """The ends of the spans that it was made of."""
-    origins: tuple[Origin, ...]
+    """The first token that it holds rows for. A state begins and ends at its position."""
+    ends: Mapping[int, Origin]
+    """The ends of the spans that it was made of, in order, and their origins."""
     value: Rows | PackedState
-    kind: Kind | None
+    kind: Kind | None = None
     """The kind of checkpoint that a state is."""
 
     @property
     def stop(self) -> int:
-        return self.stops[-1]
+        return max(self.ends)
 
 
+@lru_cache(1024)
 def digest_of(namespace: Namespace) -> str:
     """Return the name of a namespace below memory. It does not reveal the salt."""
     text = json.dumps({**asdict(namespace), "format": FORMAT}, sort_keys=True)
@@ -65,99 +68,73 @@ def digest_of(namespace: Namespace) -> str:
 class PathDigest:
     """Digests of the beginnings of one path. Each costs only the tokens since the last one."""
 
-    def __init__(self, namespace: Namespace, data: bytes, cuts: Sequence[int]) -> None:
-        self._data = data
-        self._cuts = np.asarray(cuts, np.int64)
-        self._known = {0: hashlib.blake2b(digest_of(namespace).encode(), digest_size=16)}
+    def __init__(self, path: Offer | Query) -> None:
+        self.data = path.data
+        self._cuts = np.asarray(path.cuts, np.int64)
+        self._known = {0: hashlib.blake2b(digest_of(path.namespace).encode(), digest_size=16)}
         self._lock = threading.Lock()
 
     def at(self, position: int) -> str:
         with self._lock:
             nearest = max(p for p in self._known if p <= position)
             found = self._known[nearest].copy()
-            found.update(self._data[nearest * WIDTH : position * WIDTH])
+            found.update(self.data[nearest * WIDTH : position * WIDTH])
             self._known[position] = found.copy()
         found.update(self._cuts[self._cuts <= position].tobytes())
         return found.hexdigest()
 
 
-@dataclass(frozen=True)
-class OfferedPayload:
-    """A payload of an offered path, not sealed yet."""
-
-    what: What
-    spans: tuple[Span, ...]
-    """The spans that it lies in. A state lies in the span whose end it is at."""
-    value: Rows | PackedState
-
-    @property
-    def tokens(self) -> tuple[int, int] | None:
-        """The first token that it holds rows for, and the end."""
-        return (self.value.start, self.value.stop) if isinstance(self.value, Rows) else None
-
-
-def payloads(offer: Offer, known: int = 0, most: int | None = None) -> Iterator[OfferedPayload]:
+def payloads(offer: Offer, known: int = 0, most: float = math.inf) -> Iterator[PathPayload]:
     """Yield the payloads that the end of an offered path can be restored from.
 
     `known` is the number of tokens whose rows the tier has already. `most` is the number of bytes
     up to which the rows of several spans are one payload."""
-    groups: list[list[tuple[Span, Rows]]] = []
-    size = 0
-    for span in offer.path:
-        rows = span.rows.part(known, span.end) if span.rows and span.end > known else None
+    groups: list[dict[Node, Rows]] = []
+    size, packing = 0, None
+    for node in (node for node in offer.path if node.end > known):
+        rows = node.rows.part(known, node.end) if isinstance(node.rows, Rows) else None
         if rows is None:
             continue
         size += rows.nbytes
-        is_full = most is not None and size > most
-        if not groups or is_full or rows.packing != groups[-1][0][1].packing:
-            groups.append([])
-            size = rows.nbytes
-        groups[-1].append((span, rows))
+        if size > most or rows.packing != packing:
+            groups.append({})
+            size, packing = rows.nbytes, rows.packing
+        groups[-1][node] = rows
     for group in groups:
-        whole = chained([rows for _, rows in group])
-        assert whole is not None
-        yield OfferedPayload("rows", tuple(span for span, _ in group), whole)
-    for span in offer.path:
-        if span.window is not None:
-            yield OfferedPayload("window", (span,), span.window)
-    if offer.path[-1].state is not None:
-        yield OfferedPayload("state", offer.path[-1:], offer.path[-1].state)
+        whole = chained([*group.values()])
+        yield PathPayload("rows", whole.start, {node.end: node.origin for node in group}, whole)
+    for node in offer.path:
+        if isinstance(node.window, Rows):
+            ends = {node.end: node.origin}
+            yield PathPayload("window", node.window.start, ends, node.window)
+    last = offer.path[-1]
+    if last.checkpoint is not None and isinstance(last.state, PackedState):
+        ends = {last.end: last.origin}
+        yield PathPayload("state", last.end, ends, last.state, last.checkpoint.kind)
 
 
-class Sealer:
-    """Seals the payloads of one offered path."""
-
-    def __init__(self, offer: Offer) -> None:
-        self.receipt = offer.receipt
-        self._data = offer.data
-        self._path = PathDigest(offer.namespace, self._data, offer.cuts)
-
-    def sealed(self, payload: OfferedPayload) -> Sealed:
-        value, last = payload.value, payload.spans[-1]
-        if isinstance(value, Rows):
-            arrays, form = pack_rows(value)
-            start, stop = value.start, value.stop
-        else:
-            arrays, form = pack_state(value)
-            start = stop = last.end
-        label = {
-            "path": self._path.at(start),
-            "what": payload.what,
-            "start": start,
-            "ends": [[min(span.end, stop), span.origin] for span in payload.spans],
-            "kind": last.kind if payload.what == "state" else None,
-            "form": form,
-        }
-        tokens = self._data[start * WIDTH : stop * WIDTH]
-        arrays[LABEL] = np.frombuffer(json.dumps(label).encode(), np.uint8)
-        arrays[TOKENS] = np.frombuffer(tokens, np.uint8)
-        return stamped(arrays)
+def sealed_payload(path: PathDigest, payload: PathPayload) -> Sealed:
+    """Seal a payload of a path."""
+    value, start = payload.value, payload.start
+    arrays, form = pack_rows(value) if isinstance(value, Rows) else pack_state(value)
+    label = {
+        "path": path.at(start),
+        "what": payload.what,
+        "start": start,
+        "ends": [*payload.ends.items()],
+        "kind": payload.kind,
+        "form": form,
+    }
+    tokens = path.data[start * WIDTH : payload.stop * WIDTH]
+    arrays[LABEL] = np.frombuffer(json.dumps(label).encode(), np.uint8)
+    arrays[TOKENS] = np.frombuffer(tokens, np.uint8)
+    return stamped(arrays)
 
 
 def sealed(offer: Offer) -> list[Sealed]:
     """Seal all payloads of an offered path, for a tier that keeps each path by itself."""
-    seal = Sealer(offer)
-    return [seal.sealed(payload) for payload in payloads(offer)]
+    path = PathDigest(offer)
+    return [sealed_payload(path, payload) for payload in payloads(offer)]
 
 
 def stamped(arrays: Sealed) -> Sealed:
@@ -174,9 +151,9 @@ class Unsealer:
 
     def __init__(self, query: Query) -> None:
         self._query = query
-        self._path = PathDigest(query.namespace, query.data, query.cuts)
+        self._path = PathDigest(query)
 
-    def piece(self, arrays: Sealed) -> FetchedPayload:
+    def piece(self, arrays: Sealed) -> PathPayload:
         """Check and unpack one payload. Raises `BrokenSeal`."""
         try:
             if not is_whole(arrays):
@@ -185,53 +162,48 @@ class Unsealer:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise BrokenSeal(f"it cannot be read ({error})") from error
 
-    def _checked(self, arrays: Sealed, label: dict[str, Any]) -> FetchedPayload:
+    def _checked(self, arrays: Sealed, label: dict[str, Any]) -> PathPayload:
         what, start = label["what"], label["start"]
         if start > self._query.length or label["path"] != self._path.at(start):
             raise BrokenSeal("it belongs to another path")
-        stops, origins = self._ours(arrays[TOKENS].tobytes(), start, label["ends"])
+        ends = self._ours(arrays[TOKENS].tobytes(), start, label["ends"])
+        layers = len(self._query.layout.groups[what])
         value: Rows | PackedState
         if what == "state":
             value = unpack_state(arrays, label["form"])
-            if not isinstance(value.skeleton, (list, tuple)) or (
-                len(value.skeleton) != len(self._query.layout.groups["state"])
-            ):
+            if not isinstance(value.skeleton, (list, tuple)) or len(value.skeleton) != layers:
                 raise BrokenSeal("it is the state of another model")
         else:
             rows = unpack_rows(arrays, label["form"])
             if (rows.start, rows.stop) != (start, label["ends"][-1][0]):
                 raise BrokenSeal("it holds other rows than its label says")
-            if len(rows.packing.counts) != len(self._query.layout.groups[what]):
+            if len(rows.packing.counts) != layers:
                 raise BrokenSeal("it holds the rows of another model")
-            part = rows.part(start, stops[-1])
+            part = rows.part(start, max(ends))
             if part is None:
                 raise BrokenSeal("it holds no rows")
             value = part
-        return FetchedPayload(what, start, stops, origins, value, label["kind"])
+        return PathPayload(what, start, ends, value, label["kind"])
 
-    def _ours(
-        self, tokens: bytes, start: int, ends: list[Any]
-    ) -> tuple[tuple[int, ...], tuple[Origin, ...]]:
+    def _ours(self, tokens: bytes, start: int, ends: list[Any]) -> dict[int, Origin]:
         """Return the spans that the prompt shares: in `exact`, whole chunks of its own cuts."""
         query = self._query
         if len(tokens) != (ends[-1][0] - start) * WIDTH:
             raise BrokenSeal("its label does not fit it")
         if not tokens:  # a state: the path's digest covers all of it
-            return (start,), (ends[-1][1],)
+            return {start: ends[-1][1]}
         upto = start + agreement(tokens, query.data[start * WIDTH :])
         own = iter([cut for cut in query.cuts if cut > start])
-        stops: list[int] = []
-        origins: list[Origin] = []
+        ours: dict[int, Origin] = {}
         for stop, origin in ends:
             if query.reuse == "exact" and (stop > upto or stop != next(own, None)):
                 break
-            stops.append(min(stop, upto))
-            origins.append(origin)
+            ours[min(stop, upto)] = origin
             if stop >= upto:
                 break
-        if not stops or stops[-1] <= start:
+        if max(ours, default=0) <= start:
             raise BrokenSeal("the prompt goes another way there")
-        return tuple(stops), tuple(origins)
+        return ours
 
 
 def _checksum(arrays: Sealed) -> bytes:

@@ -279,9 +279,13 @@ def _distinct(found: list[Boundary], stop: int) -> tuple[Boundary, ...]:
     """Give the boundaries in order, one for each position. A durable boundary is preferred, and
     then one with a kind."""
     best: dict[int, Boundary] = {}
-    for boundary in sorted(found, key=lambda b: (b.durable, b.kind is not None)):
+    for boundary in sorted(found, key=_rank):
         # The last token of a prompt is left to the first decode step.
         if boundary.position >= stop:
             boundary = replace(boundary, position=stop - 1)
         best[boundary.position] = boundary
     return tuple(best[position] for position in sorted(best) if position > 0)
+
+
+def _rank(boundary: Boundary) -> tuple[bool, bool]:
+    return boundary.durable, boundary.kind is not None

@@ -159,6 +159,8 @@ def shortened(whole: View, system: int, render: Callable[[list[Message]], str | 
     A template may treat the first message of a kind in its own way, or every message with the text
     of the last question. So a message of each kind is kept, and every such question."""
     chat, user = whole.chat, whole.user
+    if len(chat) <= WORTH:
+        return whole
     before, after = range(system, user), range(user + 1, len(chat))
     questions = [i for i in before if chat[i]["role"] == "user"]
     steps = [i for i in after if chat[i]["role"] == "assistant"]

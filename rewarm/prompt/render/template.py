@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from rewarm.errors import InvalidPrompt
@@ -52,9 +52,13 @@ class Template:
         return self._apply(chat, context, generation)
 
     def _apply(self, chat: list[Message], context: Chat, generation: bool) -> str:
-        given = {**context.template, "tools": context.tools, "add_generation_prompt": generation}
+        apply = self._tokenizer.apply_chat_template
+        if context.template:
+            apply = partial(apply, **context.template)
         try:
-            text = self._tokenizer.apply_chat_template(chat, tokenize=False, **given)
+            text = apply(
+                chat, tools=context.tools, add_generation_prompt=generation, tokenize=False
+            )
         except RecursionError:
             raise InvalidPrompt("the messages or tools are nested too deeply") from None
         except Exception as error:  # a template may raise any error

@@ -34,7 +34,7 @@ log = logging.getLogger("rewarm")
 SALT_HEADER = "X-Cache-Salt"
 """The header with the salt, percent-encoded, since a header holds ASCII only."""
 SHOWN_HOTTEST = 10
-SPAN = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
+SPAN = re.compile(r"[0-9]{1,19}(\.[0-9]{1,18})?")
 MOST_NODES = 2000
 NUMBERS = {"depth": (1, 10_000), "limit": (1, MOST_NODES), "offset": (0, 1 << 40)}
 """Parameters of the tree, with the least and the greatest value."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import numpy as np
 
 from rewarm.cache.tiers.disk import files
 from rewarm.cache.tiers.disk.errors import Damaged, StoreBroken
-from rewarm.cache.tiers.disk.index import Changes, FileRow, NamespaceRow, NodeRow, new_id
+from rewarm.cache.tiers.disk.index import Changes, FileRow, NamespaceInfo, NodeRow, new_id
 from rewarm.cache.tiers.disk.store import Store
 from rewarm.cache.tiers.seal import is_whole, stamped
 
@@ -58,8 +56,8 @@ def node_of(id: int, n: int, rows: int | None, parent: int | None = None) -> Nod
     )
 
 
-def space_of(id: int, about: Any = None) -> NamespaceRow:
-    return NamespaceRow(id, str(id), json.dumps(about or ABOUT), time.time())
+def space_of(id: int, about: Any = None) -> NamespaceInfo:
+    return NamespaceInfo(id, str(id), about or ABOUT)
 
 
 def write(kept: Store, n: int, space: int = ONE, size: int | None = None) -> FileRow:

@@ -150,11 +150,11 @@ def test_a_large_index_opens_in_a_few_queries(folder: Path) -> None:
 
 
 def test_what_is_planned_is_no_longer_free(kept: Store) -> None:
-    free, room = kept.free_bytes(), kept.room()
+    unplanned, free = kept.unplanned_bytes(), kept.free_bytes()
     kept.plan(5000)
-    assert (free - kept.free_bytes(), kept.room()) == (5000, room)
+    assert (unplanned - kept.unplanned_bytes(), kept.free_bytes()) == (5000, free)
     size = kept.write(1, content(1), planned=5000)
-    assert free - kept.free_bytes() == size
+    assert unplanned - kept.unplanned_bytes() == size
     kept.plan(-5000)  # what will be removed
     commit(kept, gone_files={1: 5000})
-    assert kept.room() == kept.free_bytes()
+    assert kept.free_bytes() == kept.unplanned_bytes()

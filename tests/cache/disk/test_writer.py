@@ -173,9 +173,9 @@ def test_what_is_being_written_is_not_counted_twice(
     seen = []
 
     def watched(id: int, arrays: Any, planned: int) -> int:
-        before = store.free_bytes()
+        before = store.unplanned_bytes()
         size = write(id, arrays, planned)
-        seen.append(store.free_bytes() - before + size - planned)
+        seen.append(store.unplanned_bytes() - before + size - planned)
         return size
 
     monkeypatch.setattr(store, "write", watched)

@@ -8,7 +8,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from operator import methodcaller
 from pathlib import Path
 
@@ -27,9 +27,10 @@ FEWEST_LOG_PAGES, MOST_LOG_PAGES = 8, 256
 LOG_SHARE = 64
 """The log takes at most about a store's limit divided by this."""
 
-BUSY, LOCKED, NOMEM, IOERR, FULL, CANTOPEN = 5, 6, 7, 10, 13, 14
-SHORT_READ = 522
-NOT_DAMAGE = {BUSY, LOCKED, NOMEM, IOERR, FULL, CANTOPEN}
+NOT_DAMAGE = {
+    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM),
+    *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN),
+}
 """SQLite's result codes that blame the machine, not the database."""
 
 SCHEMA = (
@@ -63,6 +64,9 @@ class Database:
         self.folder = folder
         self.path = folder / INDEX
         self.log_pages = min(max(limit // LOG_SHARE // PAGE, FEWEST_LOG_PAGES), MOST_LOG_PAGES)
+        self.may_grow = 2 * self.log_pages * PAGE
+        """The bytes that it may take beyond `nbytes` at any time: a full log is moved into the
+        database, and its file stays as large."""
         self.broken = False
         self.is_new = False
         """True where there was no database that could be used."""
@@ -98,18 +102,15 @@ class Database:
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.fchmod(fd, 0o600)
         os.close(fd)
-        db = sqlite3.connect(temporary, isolation_level=None)
-        try:
-            db.execute(f"PRAGMA page_size = {PAGE}")
-            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-            db.execute("BEGIN")
-            for statement in SCHEMA:
+        with closing(sqlite3.connect(temporary, isolation_level=None)) as db:
+            for statement in (
+                *(f"PRAGMA page_size = {PAGE}", "PRAGMA auto_vacuum = INCREMENTAL", "BEGIN"),
+                *SCHEMA,
+                f"PRAGMA application_id = {APPLICATION}",
+                f"PRAGMA user_version = {FORMAT}",
+                "COMMIT",
+            ):
                 db.execute(statement)
-            db.execute(f"PRAGMA application_id = {APPLICATION}")
-            db.execute(f"PRAGMA user_version = {FORMAT}")
-            db.execute("COMMIT")
-        finally:
-            db.close()
         os.rename(temporary, self.path)
         sync_folder(self.folder)
 
@@ -118,13 +119,10 @@ class Database:
         db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
         try:
             self._prepare(db)
-        except sqlite3.Error as error:
+        except BaseException as error:
             db.close()
-            if code_of(error) in NOT_DAMAGE:
-                raise
-            raise Damaged(str(error)) from error
-        except BaseException:
-            db.close()
+            if isinstance(error, sqlite3.Error) and code_of(error) not in NOT_DAMAGE:
+                raise Damaged(str(error)) from error
             raise
         return db
 
@@ -167,20 +165,6 @@ class Database:
             except sqlite3.DatabaseError as error:
                 raise self._failed(error) from error
 
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Give the connection as `using` does, inside one transaction."""
-        with self.using() as db:
-            db.execute("BEGIN IMMEDIATE")
-            try:
-                yield db
-                db.execute("COMMIT")
-            except BaseException:
-                if db.in_transaction:
-                    with suppress(sqlite3.Error):
-                        db.execute("ROLLBACK")
-                raise
-
     def check_usable(self) -> None:
         """Raise a `StoreError` once the database is closed or damaged. It takes no lock."""
         if self.broken:
@@ -190,7 +174,7 @@ class Database:
 
     def _failed(self, error: sqlite3.DatabaseError) -> StoreError:
         code = code_of(error)
-        if code == FULL:
+        if code == sqlite3.SQLITE_FULL:
             full = StoreError(f"the disk of {self.folder} is full: the index stays as it was")
             full.errno = errno.ENOSPC
             return full
@@ -204,17 +188,13 @@ class Database:
         log.error("%s: nothing is read from it or written until a restart", text)
         return StoreBroken(f"{text}: restart to go on")
 
-    def close(self) -> bool:
-        """Close the database. False where that was done before."""
+    def close(self) -> None:
         with self._lock:
-            if self._closed:
-                return False
             with suppress(StoreError):
                 self.checkpoint()
             self._closed = True
             with suppress(sqlite3.Error):
                 self._db.close()
-            return True
 
     def checkpoint(self) -> None:
         """Give free pages back, and move the log into the database."""
@@ -229,14 +209,8 @@ class Database:
     def nbytes(self) -> int:
         return sum(size_of(part) for part in self._files)
 
-    @property
-    def may_grow(self) -> int:
-        """The bytes that it may take beyond `nbytes` at any time: a full log is moved into the
-        database, and its file stays as large."""
-        return 2 * self.log_pages * PAGE
-
 
 def code_of(error: sqlite3.Error) -> int:
     """Return SQLite's result code, or 1 where the error is not SQLite's own."""
     code: int = getattr(error, "sqlite_errorcode", 1)
-    return code if code == SHORT_READ else code & 0xFF
+    return code if code == sqlite3.SQLITE_IOERR_SHORT_READ else code & 0xFF

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,15 @@ from typing import Any
 import numpy as np
 
 from ..base import Sealed
-from ..codec import StoredArray
+from ..codec import Received, StoredArray
 from .errors import Damaged
 from .folder import make_folder, size_of, sync_folder
 
 log = logging.getLogger("rewarm")
 
-SIZES = {"U": (1, 2, 4, 8), "I": (1, 2, 4, 8), "F": (2, 4, 8), "C": (8,)}
-DTYPES = {"BOOL": np.dtype("?")} | {
-    f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}")
-    for kind, sizes in SIZES.items()
-    for size in sizes
-}
+CODES = ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8")
+DTYPES = {f"{code[0].upper()}{8 * int(code[1])}": np.dtype(f"<{code}") for code in CODES}
+DTYPES["BOOL"] = np.dtype("?")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 SUFFIX, TEMPORARY = ".safetensors", ".tmp"
@@ -53,31 +50,25 @@ def place(folder: Path, id: int) -> str:
 
 def encode(arrays: Sealed) -> list[memoryview]:
     """Return the parts of a safetensors file in order. No contiguous array is copied."""
-    plain: Sealed = {}
-    for name, array in arrays.items():
+    header: dict[str, Any] = {"__metadata__": {"format": "rewarm"}}
+    data: list[memoryview] = []
+    at = 0
+    # The widest first: every array begins at a multiple of its width, and there are no gaps.
+    for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize):
         dtype = array.dtype.newbyteorder("<")
         if name == "__metadata__" or dtype not in NAMES:
             raise TypeError(
                 f"the array {name!r} of {array.dtype} has no place in a safetensors file"
             )
-        plain[name] = np.ascontiguousarray(array, dtype)
-    # The widest first: every array begins at a multiple of its width, and there are no gaps.
-    order = sorted(plain, key=lambda name: -plain[name].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "rewarm"}}
-    at = 0
-    for name in order:
-        array = plain[name]
-        header[name] = {
-            "dtype": NAMES[array.dtype],
-            "shape": list(arrays[name].shape),
-            "data_offsets": [at, at + array.nbytes],
-        }
+        offsets = [at, at + array.nbytes]
+        header[name] = {"dtype": NAMES[dtype], "shape": array.shape, "data_offsets": offsets}
         at += array.nbytes
+        if array.nbytes:
+            plain = np.ascontiguousarray(array, dtype)
+            data.append(plain.reshape(-1).view(np.uint8).data)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNED)
-    parts = [memoryview(len(text).to_bytes(8, "little") + text)]
-    parts += [plain[n].reshape(-1).view(np.uint8).data for n in order if plain[n].nbytes]
-    return parts
+    return [memoryview(len(text).to_bytes(8, "little") + text), *data]
 
 
 def decode(header: bytes, size: int) -> list[StoredArray]:
@@ -86,19 +77,14 @@ def decode(header: bytes, size: int) -> list[StoredArray]:
     The header may be damaged. This raises unless every byte belongs to one array: so no more memory
     is asked for than the file has bytes."""
     found = []
+    at = 0
     for name, entry in json.loads(header).items():
         if name == "__metadata__":
             continue
-        start, stop = entry["data_offsets"]
-        shape = tuple(int(n) for n in entry["shape"])
-        found.append(StoredArray(name, DTYPES[entry["dtype"]], shape, start))
-        if min((0, *shape)) < 0 or found[-1].nbytes != stop - start:
-            raise ValueError(f"the array {name!r} has another size than its shape")
-    found.sort(key=lambda array: (array.start, array.nbytes))
-    at = 0
-    for array in found:
-        if array.start != at:
-            raise ValueError(f"the array {array.name!r} does not begin where the last one ends")
+        array = StoredArray(name, DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"]))
+        if min((0, *array.shape)) < 0 or entry["data_offsets"] != [at, at + array.nbytes]:
+            raise ValueError(f"the array {name!r} is not {array.nbytes:,} bytes after the last one")
+        found.append(array)
         at += array.nbytes
     if at != size:
         raise ValueError(f"its arrays take {at:,} of {size:,} bytes")
@@ -113,7 +99,7 @@ def write(folder: Path, id: int, arrays: Sealed) -> int:
     make_folder(path.parent)
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
+        with open(fd, "wb", buffering=0):
             os.fchmod(fd, 0o600)
             # In large pieces: after each, this thread takes Python's lock from the model's.
             for part in parts:
@@ -122,8 +108,6 @@ def write(folder: Path, id: int, arrays: Sealed) -> int:
             # On macOS this leaves the drive's cache to the commit of the index, which flushes it.
             os.fsync(fd)
             size = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
         os.rename(temporary, path)
         sync_folder(path.parent)
     except BaseException:
@@ -134,20 +118,12 @@ def write(folder: Path, id: int, arrays: Sealed) -> int:
     return size
 
 
-def blank(found: Sequence[StoredArray]) -> Sealed:
-    return {array.name: np.empty(array.shape, array.dtype) for array in found}
-
-
-def read(
-    folder: Path, id: int, size: int, new: Callable[[Sequence[StoredArray]], Sealed] = blank
-) -> Sealed:
-    """Read a file of `size` bytes into the arrays that `new` makes.
-
-    Raises `Damaged`, and `OSError` where the file cannot be read now."""
+def read(folder: Path, id: int, size: int) -> Received:
+    """Read a file of `size` bytes. Raises `Damaged`, and `OSError` where it cannot be read now."""
     try:
         fd = os.open(place(folder, id), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            return _read(fd, size, new)
+            return _read(fd, size)
         finally:
             os.close(fd)
     except OSError as error:
@@ -156,7 +132,7 @@ def read(
         raise
 
 
-def _read(fd: int, size: int, new: Callable[[Sequence[StoredArray]], Sealed]) -> Sealed:
+def _read(fd: int, size: int) -> Received:
     has = os.fstat(fd).st_size
     if has != size:
         raise Damaged(f"it has {has} bytes instead of {size}")
@@ -166,7 +142,7 @@ def _read(fd: int, size: int, new: Callable[[Sequence[StoredArray]], Sealed]) ->
         head = os.pread(fd, length, 0)
     try:
         found = decode(head[8:length], size - length)
-        arrays = new(found)
+        arrays = Received(found)
         parts = [arrays[a.name].reshape(-1).view(np.uint8).data for a in found if a.nbytes]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"its header cannot be read ({error})") from error

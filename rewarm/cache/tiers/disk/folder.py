@@ -16,6 +16,8 @@ from pathlib import Path
 from rewarm.errors import NotPrivate
 from rewarm.private import check_file, check_folder, private_folder
 
+from .errors import StoreHeld
+
 QUARANTINE_SHARE = 8
 """The quarantine takes at most the store's limit divided by this. The oldest file goes first."""
 SHARD = re.compile(r"[0-9a-f]{2}")
@@ -96,10 +98,10 @@ class Quarantine:
     """Keeps some damaged files for people to look at. The store never reads them again."""
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self.folder = folder
+        self.folder = folder / QUARANTINE
         self.limit = limit // QUARANTINE_SHARE
-        make_folder(folder)
-        self.nbytes = sum(size_of(path) for path in folder.iterdir())
+        make_folder(self.folder)
+        self.nbytes = sum(map(size_of, self.folder.iterdir()))
 
     def take(self, *paths: Path) -> str:
         """Move files here. Returns what was done with them, in words."""
@@ -127,39 +129,36 @@ class Quarantine:
         self._shrink(-1)
 
     def _shrink(self, limit: int) -> None:
-        try:
-            files = sorted(self.folder.iterdir())
-        except OSError:
-            files = []
-        sizes = [size_of(path) for path in files]
-        self.nbytes = sum(sizes)
-        for path, size in zip(files, sizes, strict=True):
-            if self.nbytes <= limit:
-                break
-            with suppress(OSError):
-                path.unlink()
-                self.nbytes -= size
-
-
-class FolderHeld(Exception):
-    """Another process has the folder."""
+        """Keep the newest files up to a limit."""
+        self.nbytes = total = 0
+        with suppress(OSError):
+            for path in sorted(self.folder.iterdir(), reverse=True):
+                total += size_of(path)
+                if total > limit:
+                    path.unlink()
+                else:
+                    self.nbytes = total
 
 
 class FolderLock:
     """Holds a folder until `release`, or until the process ends in any way."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, folder: Path) -> None:
+        path = folder / LOCK
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             check_file(path, os.fstat(fd))
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise FolderHeld(self._holder(os.pread(fd, 1024, 0))) from None
+                holder = self._holder(os.pread(fd, 1024, 0))
+                raise StoreHeld(
+                    f"{folder} is held by {holder}: stop it, or choose another folder"
+                ) from None
             os.fchmod(fd, 0o600)
-            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+            us = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
             os.ftruncate(fd, 0)
-            os.pwrite(fd, json.dumps(holder).encode(), 0)
+            os.pwrite(fd, json.dumps(us).encode(), 0)
         except BaseException:
             os.close(fd)
             raise

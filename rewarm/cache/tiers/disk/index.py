@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import sqlite3
+import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
@@ -23,15 +24,6 @@ LARGEST = 1 << 53
 ORIGINS, KINDS = {*get_args(Origin)}, {None, *get_args(Kind)}
 
 
-class NamespaceRow(NamedTuple):
-    id: int
-    digest: str
-    about: str
-    """The namespace for people, as JSON. The salt is a digest."""
-    used: float
-    """`time.time()` of the last change."""
-
-
 class FileRow(NamedTuple):
     id: int
     namespace: int
@@ -40,14 +32,18 @@ class FileRow(NamedTuple):
     """The first token that it holds something for. A checkpoint's file has none."""
     stop: int | None
 
+    @property
+    def span(self) -> tuple[int, int] | None:
+        return (self.start, self.stop) if self.start is not None and self.stop is not None else None
+
 
 class NodeRow(NamedTuple):
     id: int
     namespace: int
     parent: int | None
     """None for a child of the root."""
-    origin: str
-    kind: str | None
+    origin: Origin
+    kind: Kind | None
     """The kind of its checkpoint, where it has one."""
     hits: int
     used: float
@@ -64,9 +60,6 @@ class NodeRow(NamedTuple):
         return tuple(id for id in found if id is not None)
 
 
-NODE, FILE = ", ".join(NodeRow._fields), ", ".join(FileRow._fields)
-
-
 @dataclass(frozen=True)
 class NamespaceInfo:
     """A namespace and the size of what is stored for it."""
@@ -74,22 +67,25 @@ class NamespaceInfo:
     id: int
     digest: str
     about: dict[str, Any]
-    used: float
-    nodes: int
-    files: int
-    bytes: int
+    """The namespace for people. The salt is a digest."""
+    used: float = 0.0
+    """`time.time()` of the last change."""
+    nodes: int = 0
+    files: int = 0
+    bytes: int = 0
 
 
 @dataclass
 class Stored:
     """The nodes of a namespace that can be used, and what cannot be."""
 
-    nodes: list[NodeRow] = field(default_factory=list)
+    nodes: list[NodeRow]
     """Parents come before children."""
-    files: dict[int, FileRow] = field(default_factory=dict)
-    lost: list[int] = field(default_factory=list)
+    files: dict[int, FileRow]
+    """The files of these nodes."""
+    lost: list[int]
     """Nodes that are damaged or lack a file, and those below them."""
-    unused: list[int] = field(default_factory=list)
+    unused: list[int]
     """Files that no node can use."""
 
 
@@ -97,7 +93,8 @@ class Stored:
 class Changes:
     """The changes of one transaction."""
 
-    namespaces: list[NamespaceRow] = field(default_factory=list)
+    namespaces: list[NamespaceInfo] = field(default_factory=list)
+    """Namespaces that are new or that something has changed in."""
     files: list[FileRow] = field(default_factory=list)
     nodes: list[NodeRow] = field(default_factory=list)
     """Nodes that are new or have changed."""
@@ -130,39 +127,30 @@ class Index(Database):
         with self.using() as db:
             return _namespaces(db)
 
-    def file_ids(self) -> set[int]:
+    def file_sizes(self) -> dict[int, int]:
         with self.using() as db:
-            return {id for (id,) in db.execute("SELECT id FROM file")}
-
-    def files(self) -> list[FileRow]:
-        with self.using() as db:
-            return [FileRow._make(row) for row in db.execute(f"SELECT {FILE} FROM file")]
+            return dict(db.execute("SELECT id, nbytes FROM file"))
 
     def load(self, namespace: int, missing: Container[int] = ()) -> Stored:
         """Read a namespace as if these files were `missing`."""
-        found = Stored()
-        children: dict[int | None, list[NodeRow]] = {}
         with self.using() as db:
-            question = f"SELECT {FILE} FROM file WHERE namespace = ?"
-            for file in map(FileRow._make, db.execute(question, (namespace,))):
-                if file.id not in missing and _is_sound_file(file):
-                    found.files[file.id] = file
-                else:
-                    found.unused.append(file.id)
-            question = f"SELECT {NODE} FROM node WHERE namespace = ?"
-            for node in map(NodeRow._make, db.execute(question, (namespace,))):
-                found.lost.append(node.id)
-                if _is_sound(node):
-                    children.setdefault(node.parent, []).append(node)
-        files = found.files
+            found = db.execute("SELECT * FROM file WHERE namespace = ?", (namespace,))
+            files = {file.id: file for file in map(FileRow._make, found)}
+            found = db.execute("SELECT * FROM node WHERE namespace = ?", (namespace,))
+            nodes = {node.id: node for node in map(NodeRow._make, found)}
+        whole = {id: f for id, f in files.items() if id not in missing and _is_sound_file(f)}
+        children: dict[int | None, list[NodeRow]] = {}
+        for node in filter(_is_sound, nodes.values()):
+            children.setdefault(node.parent, []).append(node)
+        kept: list[NodeRow] = []
         level = children.get(None, [])
         while level:
-            whole = [node for node in level if all(id in files for id in node.files)]
-            found.nodes += whole
-            level = [child for node in whole for child in children.get(node.id, ())]
-        found.lost = list(set(found.lost).difference(node.id for node in found.nodes))
-        found.unused += set(files).difference(*(node.files for node in found.nodes))
-        return found
+            level = [node for node in level if all(id in whole for id in node.files)]
+            kept += level
+            level = [child for node in level for child in children.get(node.id, ())]
+        lost = nodes.keys() - {node.id for node in kept}
+        used = {id: whole[id] for node in kept for id in node.files}
+        return Stored(kept, used, [*lost], [*files.keys() - used])
 
     def first_keys(self, namespace: int, most: int) -> list[bytes]:
         """Return the spans that the paths of a namespace begin with, the last used ones first."""
@@ -175,15 +163,17 @@ class Index(Database):
 
     def commit(self, changes: Changes) -> list[int]:
         """Make all changes durable, or none. Returns the files of the namespaces that went."""
-        with self.transaction() as db:
+        with self.using() as db, db:  # the connection ends the transaction
+            db.execute("BEGIN IMMEDIATE")
             cleared: list[int] = []
             for namespace in changes.cleared:
-                question = "SELECT id FROM file WHERE namespace = ?"
+                question = "DELETE FROM file WHERE namespace = ? RETURNING id"
                 cleared += [id for (id,) in db.execute(question, (namespace,))]
+                db.execute("DELETE FROM node WHERE namespace = ?", (namespace,))
                 db.execute("DELETE FROM namespace WHERE id = ?", (namespace,))
-                for table in ("file", "node"):
-                    db.execute(f"DELETE FROM {table} WHERE namespace = ?", (namespace,))
-            _put(db, "namespace", changes.namespaces)
+            now = time.time()
+            rows = [(i.id, i.digest, json.dumps(i.about), now) for i in changes.namespaces]
+            _put(db, "namespace", rows)
             _put(db, "file", changes.files)
             _put(db, "node", changes.nodes)
             for table, ids in (("node", changes.gone_nodes), ("file", changes.gone_files)):
@@ -192,30 +182,26 @@ class Index(Database):
 
 
 def _namespaces(db: sqlite3.Connection) -> list[NamespaceInfo]:
-    nodes = dict(db.execute("SELECT namespace, COUNT(*) FROM node GROUP BY namespace"))
     question = (
-        "SELECT namespace, COUNT(*), SUM(nbytes) FROM file"
-        f" WHERE nbytes BETWEEN 0 AND {LARGEST} GROUP BY namespace"
+        "SELECT own.*, (SELECT COUNT(*) FROM node WHERE namespace = own.id),"
+        " COUNT(file.id), IFNULL(SUM(file.nbytes), 0) FROM namespace AS own LEFT JOIN file"
+        f" ON file.namespace = own.id AND nbytes BETWEEN 0 AND {LARGEST} GROUP BY own.id"
     )
-    files = {id: counts for id, *counts in db.execute(question)}
     found = []
-    for id, digest, text, used in db.execute("SELECT id, digest, about, used FROM namespace"):
+    for id, digest, text, used, *counts in db.execute(question):
         try:
             about = dict(json.loads(text))
         except (ValueError, TypeError):
             about = {}
         last = used if isinstance(used, float) and 0 <= used < LARGEST else 0.0
-        counts = files.get(id, (0, 0))
-        found.append(NamespaceInfo(id, str(digest), about, last, nodes.get(id, 0), *counts))
+        found.append(NamespaceInfo(id, str(digest), about, last, *counts))
     return found
 
 
-def _put(db: sqlite3.Connection, table: str, rows: Sequence[NamedTuple]) -> None:
+def _put(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
     if rows:
-        fields = rows[0]._fields
-        marks = ", ".join("?" * len(fields))
-        question = f"INSERT OR REPLACE INTO {table} ({', '.join(fields)}) VALUES ({marks})"
-        db.executemany(question, rows)
+        marks = ", ".join("?" * len(rows[0]))
+        db.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
 
 
 def _is_sound(node: NodeRow) -> bool:

@@ -1,15 +1,55 @@
-"""A payload file of the disk tier, and the parts of it that nodes have."""
+"""The trees on disk: what their nodes hold is parts of payload files."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import time
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...tree import Node
-from ..base import Receipt, Sealed
+from rewarm.values import Namespace
 
+from ...tree import Node, Payload, State, Tree
+from ..base import Receipt, Sealed
+from ..seal import FORMAT
+from .index import NamespaceInfo, NodeRow
+
+SECOND = 1000
+"""Ticks of the clock in a second. Many things are written in one, and their order matters."""
 HEADER, HEADER_PER_ARRAY = 1024, 128
 """An estimate of the bytes that a file takes beside its arrays."""
+
+
+def clock() -> int:
+    return int(time.time() * SECOND)
+
+
+@dataclass(eq=False)
+class DiskTree:
+    """A namespace's tree. `number` of each node is the id of its row in the index."""
+
+    tree: Tree
+    info: NamespaceInfo
+
+    def row(self, node: Node) -> NodeRow:
+        """Make the row of a node. It names only files that are complete."""
+        checkpoint = node.checkpoint
+        is_whole = node.state is None or written_id(node.state) is not None
+        last_used = max(node.last_used, checkpoint.last_used if checkpoint else 0)
+        return NodeRow(
+            id=node.number,
+            namespace=self.info.id,
+            parent=node.parent.number if node.parent is not None and node.start else None,
+            origin=node.origin,
+            kind=checkpoint.kind if checkpoint is not None and is_whole else None,
+            hits=node.hits,
+            used=last_used / SECOND,
+            hint=float(checkpoint.hint) if checkpoint is not None else 1.0,
+            rows_file=written_id(node.rows),
+            window_file=written_id(node.window),
+            state_file=written_id(node.state),
+            key=node.key,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -17,7 +57,7 @@ class File:
     """One payload file. It has `arrays` until it is written, and a `size` from then on."""
 
     id: int
-    namespace: int
+    own: DiskTree
     span: tuple[int, int] | None
     """The tokens whose rows it holds. A checkpoint's file has none."""
     nbytes: int
@@ -26,8 +66,6 @@ class File:
     arrays: Sealed | None = None
     receipt: Receipt | None = None
     """The offer to be made again where the file cannot be written."""
-    number: int = 0
-    """Its place in the order of changes."""
     nodes: set[Node] = field(default_factory=set)
     """The nodes that have a part of it."""
 
@@ -56,17 +94,33 @@ class FilePart:
         return upper, lower
 
 
-def parts_of(node: Node) -> list[FilePart]:
-    """List the parts of files that a node has."""
-    state = node.checkpoint.state if node.checkpoint is not None else None
-    return [part for part in (node.rows, node.window, state) if isinstance(part, FilePart)]
+def file_of(payload: Payload | State | None) -> File | None:
+    return payload.file if isinstance(payload, FilePart) else None
 
 
-def written_id(part: Any) -> int | None:
-    """Return the number of a part's file, once that is complete."""
-    return part.file.id if isinstance(part, FilePart) and part.file.size is not None else None
+def files_of(node: Node) -> list[File]:
+    """List the files that a node has a part of."""
+    files = (file_of(payload) for payload in (node.rows, node.window, node.state))
+    return [file for file in files if file is not None]
+
+
+def written_id(payload: Payload | State | None) -> int | None:
+    """Return the number of a payload's file, once that is complete."""
+    file = file_of(payload)
+    return file.id if file is not None and file.size is not None else None
 
 
 def nbytes_of(arrays: Sealed) -> int:
     """Estimate the size of a payload's file."""
     return HEADER + sum(array.nbytes + HEADER_PER_ARRAY for array in arrays.values())
+
+
+def about_of(namespace: Namespace) -> dict[str, Any]:
+    """Describe a namespace for the index, with a digest instead of the salt."""
+    own = {**asdict(namespace), "weights": namespace.weights, "format": FORMAT}
+    return {**own, "salt": salt_digest(namespace.salt)}
+
+
+def salt_digest(salt: str | None) -> str:
+    """Return the digest by which the index tells a salt from others."""
+    return hashlib.sha256(salt.encode()).hexdigest()[:16] if salt else ""

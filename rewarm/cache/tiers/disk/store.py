@@ -11,29 +11,19 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from ..base import Sealed
-from ..codec import StoredArray
+from ..codec import Received
 from ..seal import is_whole
 from . import files
-from .errors import Damaged, StoreError, StoreHeld, StoreUnusable
-from .folder import (
-    LOCK,
-    PAYLOADS,
-    QUARANTINE,
-    FolderHeld,
-    FolderLock,
-    Quarantine,
-    make_folder,
-    prepare,
-    size_of,
-    why_not,
-)
-from .index import Changes, FileRow, Index, NamespaceInfo
+from .errors import Damaged, StoreError, StoreUnusable
+from .folder import PAYLOADS, FolderLock, Quarantine, make_folder, prepare, size_of, why_not
+from .index import Changes, Index, NamespaceInfo
 
 log = logging.getLogger("rewarm")
 
@@ -57,25 +47,23 @@ class Verified:
         return not (self.damaged or self.dropped or self.orphans)
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """A store for several threads. To read, or to ask for space, never waits for a transaction."""
 
-    def __init__(
-        self, folder: Path, limit: int, reserve: int, lock: FolderLock, quarantine: Quarantine
-    ) -> None:
+    def __init__(self, folder: Path, limit: int, reserve: int, lock: FolderLock) -> None:
         self.folder = folder
         self.limit = limit
         self.reserve = reserve
         """Bytes of the disk that are left free for others."""
         self._folder_lock = lock
-        self._quarantine = quarantine
+        self._quarantine = Quarantine(folder, limit)
         self._payloads = folder / PAYLOADS
         make_folder(self._payloads)
-        self.index = Index(folder, quarantine, limit)
+        self.index = Index(folder, self._quarantine, limit)
         self._fresh: set[int] = set()
         """Files that are being written, or that the index does not know yet."""
         self._count = threading.Lock()
-        self._held = sum(info.bytes for info in self.index.at_start)
+        self._nbytes = sum(info.bytes for info in self.index.at_start)
         """Bytes of payload files. The index gives them until `sweep` has counted the files."""
         self._planned = 0
 
@@ -84,12 +72,8 @@ class Store:
         lock = None
         try:
             folder = prepare(Path(folder))
-            lock = FolderLock(folder / LOCK)
-            return cls(folder, limit, reserve, lock, Quarantine(folder / QUARANTINE, limit))
-        except FolderHeld as holder:
-            raise StoreHeld(
-                f"{folder} is held by {holder}: stop it, or choose another folder"
-            ) from None
+            lock = FolderLock(folder)
+            return cls(folder, limit, reserve, lock)
         except BaseException as error:
             if lock is not None:
                 lock.release()
@@ -102,26 +86,25 @@ class Store:
     def bytes(self) -> int:
         """Return the bytes of payloads, index and quarantine."""
         self.index.check_usable()
-        return self._held + self.index.nbytes + self._quarantine.nbytes
+        return self._nbytes + self.index.nbytes + self._quarantine.nbytes
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Return the bytes that can be written now."""
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize - self.reserve
         return min(self.limit - self.bytes(), free) - self.index.may_grow
 
-    def free_bytes(self) -> int:
+    def unplanned_bytes(self) -> int:
         """Return the bytes that can be written once everything that is planned is done."""
-        return self.room() - self._planned
+        return self.free_bytes() - self._planned
 
     def plan(self, nbytes: int) -> None:
         """Count in bytes that will be written, or, below zero, bytes that will be removed."""
-        with self._count:
-            self._planned += nbytes
+        self._settle(0, -nbytes)
 
-    def _settle(self, held: int, planned: int) -> None:
+    def _settle(self, nbytes: int, planned: int) -> None:
         with self._count:
-            self._held += held
+            self._nbytes += nbytes
             self._planned -= planned
 
     # Files
@@ -140,14 +123,12 @@ class Store:
         self._settle(size, planned)
         return size
 
-    def read(
-        self, id: int, size: int, new: Callable[[Sequence[StoredArray]], Sealed] = files.blank
-    ) -> Sealed:
-        """Read a file into the arrays that `new` makes. Only its form is checked.
+    def read(self, id: int, size: int) -> Received:
+        """Read a file. Only its form is checked.
 
         Raises `Damaged`, and `OSError` where it cannot be read now."""
         self.index.check_usable()
-        return files.read(self._payloads, id, size, new)
+        return files.read(self._payloads, id, size)
 
     def set_aside(self, id: int, why: object) -> None:
         """Move a damaged file into the quarantine. The caller removes its row."""
@@ -185,19 +166,18 @@ class Store:
     # Damage
 
     def verify(
-        self, progress: Callable[[int, int], None] | None = None, repair: bool = True
+        self, progress: Callable[[int, int], object] = lambda done, total: None, repair: bool = True
     ) -> Verified:
         """Read everything. With `repair`, remove what is damaged, with all that needs it."""
-        rows = self.index.files()
+        sizes = self.index.file_sizes()
         damaged = set()
-        for done, row in enumerate(rows, 1):
-            why = self._damage(row)
+        for done, (id, size) in enumerate(sizes.items(), 1):
+            why = self._damage(id, size)
             if why is not None:
-                damaged.add(row.id)
+                damaged.add(id)
                 if repair:
-                    self.set_aside(row.id, why)
-            if progress is not None:
-                progress(done, len(rows))
+                    self.set_aside(id, why)
+            progress(done, len(sizes))
         found = [self.index.load(info.id, damaged) for info in self.index.namespaces()]
         lost = [id for part in found for id in part.lost]
         unused = {id for part in found for id in part.unused}
@@ -206,7 +186,7 @@ class Store:
         orphans = self._orphans()
         if repair:
             self.sweep()
-        kept = [file for part in found for id, file in part.files.items() if id not in unused]
+        kept = [file for part in found for file in part.files.values()]
         return Verified(
             nodes=sum(len(part.nodes) for part in found),
             files=len(kept),
@@ -216,19 +196,19 @@ class Store:
             orphans=len(orphans) + len(unused - damaged),
         )
 
-    def _damage(self, row: FileRow) -> str | None:
+    def _damage(self, id: int, size: int) -> str | None:
         try:
-            if is_whole(self.read(row.id, row.nbytes)):
+            if is_whole(self.read(id, size)):
                 return None
             why = "its checksum is another"
         except Damaged as damage:
             why = str(damage)
-        return why if row.id in self.index.file_ids() else None  # removed meanwhile
+        return why if id in self.index.file_sizes() else None  # removed meanwhile
 
     def _orphans(self) -> list[Path]:
         # Files are listed before rows are read: so a file without a row is not a new one.
         found = [*files.stored(self._payloads)]
-        known = self.index.file_ids() | self._fresh
+        known = self.index.file_sizes().keys() | self._fresh
         return [path for path in found if int(path.stem, 16) not in known]
 
     def sweep(self) -> None:
@@ -236,19 +216,15 @@ class Store:
 
         The index does not count such files, so they go before anything is written. Otherwise, in a
         loop of crashes, each process would fill the disk beside what the earlier ones left."""
-        orphans = self._orphans()
-        held = sum(map(size_of, files.stored(self._payloads)))
+        for path in self._orphans():
+            files.remove(path)
+        nbytes = sum(map(size_of, files.stored(self._payloads)))
         with self._count:
-            self._held = held
-        for path in orphans:
-            self._settle(-files.remove(path), 0)
+            self._nbytes = nbytes
 
     def close(self) -> None:
-        if self.index.close():
-            self._folder_lock.release()
-
-    def __enter__(self) -> Self:
-        return self
+        self.index.close()
+        self._folder_lock.release()
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -16,33 +16,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from rewarm.errors import BrokenInvariant
-from rewarm.values import Namespace, Tokens
+from rewarm.values import Tokens
 
 from ...find import Query, find, parting
-from ...layout import Layout
 from ...payload import Rows
 from ...pins import Pin
+from ...retention import Evictor
 from ...tree import Node, agreement, encode
-from ...worth import Retention
-from ..base import (
-    Browsed,
-    FetchCancelled,
-    Found,
-    Offer,
-    Receipt,
-    Take,
-    Tier,
-    TierStats,
-    resolved,
-)
-from ..codec import Received
-from ..seal import OfferedPayload, Sealer, payloads
+from ...worth import Appraiser, Retention
+from ..base import Browsed, FetchCancelled, Found, Offer, Receipt, Take, Tier, TierStats, resolved
+from ..seal import PathDigest, PathPayload, payloads, sealed_payload
 from .errors import Damaged, StoreBroken
-from .parts import File, FilePart, nbytes_of
-from .space import DiskSpace
-from .store import Store
-from .trees import SECOND, DiskTree, DiskTrees, salt_digest
-from .writer import Writer
+from .parts import SECOND, DiskTree, File, clock, file_of, nbytes_of, salt_digest
+from .trees import UNLIMITED, DiskTrees
+from .writer import MOST_WAITING, Writer
 
 log = logging.getLogger("rewarm")
 
@@ -52,6 +39,13 @@ GROUP = 4 << 20
 reading a few hundred kilobytes."""
 GROUP_SHARE = 64
 """A shared file takes at most the limit divided by this: it is removed only as a whole."""
+MARGIN = 16 << 10
+"""Bytes that the waiting files may take beyond their estimates."""
+FRESH = 60 * SECOND
+"""The time in which a node that was written or read is not removed while there is an older one.
+Otherwise it would be written for nothing, and a `flush` that returned would promise little."""
+AT_ONCE = 64
+"""Nodes that are appraised at a time while there is room."""
 MOST_BEGINNINGS = 1024
 """The number of beginnings of paths to remember of each namespace of another model."""
 
@@ -62,7 +56,6 @@ class Handle:
 
     own: DiskTree
     node: Node
-    at: int
     known: int
 
 
@@ -71,30 +64,27 @@ class DiskTier(Tier):
 
     name = "disk"
 
-    def __init__(
-        self,
-        store: Store,
-        layout: Layout,
-        policy: Retention,
-        namespace: Namespace,
-        *,
-        model: str,
-        grid: str,
-        in_use: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`model` and `grid` are the model and the reuse mode, as people call them. `in_use` says
-        whether there are requests, which writing would slow down."""
-        self.store = store
-        self.layout = layout
-        self.trees = DiskTrees(store, layout, namespace, model=model, grid=grid)
+    def __init__(self, trees: DiskTrees, policy: Retention, in_use: Callable[[], bool]) -> None:
+        """`in_use` says whether there are requests, which writing would slow down."""
+        self.trees, self.store, self.layout = trees, trees.store, trees.layout
         self._reads = 0
         self._changed = threading.Condition()
         """The lock of the trees and of what is to be written. No file is touched under it."""
-        self._space = DiskSpace(store, self.trees, layout, policy)
+        self._evictor = Evictor(
+            policy,
+            trees.ledger,
+            clock,
+            Appraiser(self.layout.longest_window, self.layout.has_state),
+            on_evict=trees.evicted,
+            by_request=False,
+            unit=SECOND,
+            fresh=FRESH,
+        )
+        self._fetches = ThreadPoolExecutor(READERS, "rewarm-disk-fetch")
         self._readers = ThreadPoolExecutor(READERS, "rewarm-disk-read")
-        self._group = min(GROUP, store.limit // GROUP_SHARE)
+        self._group = min(GROUP, self.store.limit // GROUP_SHARE)
         self._beginnings: dict[str, list[bytes]] | None = None
-        self.writer = Writer(store, self.trees, self._changed, in_use)
+        self.writer = Writer(trees, self._changed, in_use)
 
     @contextmanager
     def _entered(self) -> Iterator[DiskTrees]:
@@ -102,7 +92,6 @@ class DiskTier(Tier):
         with self._changed:
             yield self.trees
             if self.trees.has_work:
-                self.trees.changed += 1
                 self._changed.notify_all()
 
     # Reading
@@ -110,101 +99,78 @@ class DiskTier(Tier):
     def find(self, query: Query) -> Future[Found | None]:
         with self._entered() as trees:
             own = trees.known(query.namespace)
-            return resolved(self._found(own, query) if own is not None else None)
+            if own is None:
+                return resolved(None)
+            point = find(own.tree, query)
+            handle = Handle(own, point.node, query.known)
+            nbytes = sum(file.nbytes for file in self._wanted(handle, point.at))
+            checkpoint = point.node.checkpoint if point.node.end == point.at else None
+            found = Found(
+                point.at,
+                nbytes,
+                handle,
+                shared=point.match.shared,
+                junction=point.junction,
+                reason=point.match.reason,
+                parting=parting(own.tree, query),
+            )
+            if checkpoint is not None:
+                found = replace(found, kind=checkpoint.kind, hint=checkpoint.hint)
+            return resolved(found)
 
-    def _found(self, own: DiskTree, query: Query) -> Found:
-        point = find(own.tree, query)
-        checkpoint = point.node.checkpoint if point.node.end == point.at else None
-        handle = Handle(own, point.node, point.at, query.known)
-        return Found(
-            point.at,
-            sum(file.nbytes for file in self._wanted(handle)),
-            handle,
-            checkpoint.kind if checkpoint is not None else None,
-            checkpoint.hint if checkpoint is not None else 1.0,
-            point.match.shared,
-            point.junction,
-            point.match.reason,
-            parting(own.tree, query),
-        )
-
-    def _wanted(self, handle: Handle) -> list[File]:
+    def _wanted(self, handle: Handle, resume: int) -> list[File]:
         """List the files to read, in the order of the path."""
-        end = handle.node
-        first = self.layout.reach(handle.at)
-        found: dict[File, None] = {}
-        for node in list(end.path())[::-1]:
+        first = self.layout.reach(resume)
+        found: dict[File | None, None] = {}
+        for node in list(handle.node.path())[::-1]:
             windowed = node.end > first or node.start < self.layout.kept
-            checkpoint = node.checkpoint if node is end and node.end == handle.at else None
-            for part in (
-                node.rows if node.end > handle.known else None,
-                node.window if windowed else None,
-                checkpoint.state if checkpoint is not None else None,
-            ):
-                if isinstance(part, FilePart):
-                    found[part.file] = None
-        return list(found)
+            resumes = node is handle.node and node.end == resume
+            found[file_of(node.rows) if node.end > handle.known else None] = None
+            found[file_of(node.window) if windowed else None] = None
+            found[file_of(node.state) if resumes else None] = None
+        return [file for file in found if file is not None]
 
     def fetch(self, found: Found, take: Take) -> Future[None]:
         handle: Handle = found.handle
-        done: Future[None] = Future()
         with self._changed:
-            wanted = self._wanted(handle)
+            wanted = self._wanted(handle, found.resume)
             # What this brings may evict other things from memory, and they may need space here.
             pin = Pin(handle.own.tree, handle.node)
-        lost: list[File] = []
-        left = len(wanted)
+        return self._fetches.submit(self._fetch, handle, wanted, pin, take)
 
-        def read(file: File) -> None:
-            nonlocal left
-            try:
-                if not self._read(file, take):
-                    lost.append(file)
-            finally:
-                with self._changed:
-                    left -= 1
-                    is_last = not left
-                if is_last:
-                    self._fetched(handle, pin, lost)
-                    done.set_result(None)
-
-        for file in wanted:
-            self._readers.submit(read, file)
-        if not wanted:
-            self._fetched(handle, pin, lost)
-            done.set_result(None)
-        return done
+    def _fetch(self, handle: Handle, wanted: Sequence[File], pin: Pin, take: Take) -> None:
+        try:
+            whole = [*self._readers.map(lambda file: self._read(file, take), wanted)]
+        finally:
+            with self._changed:
+                pin.drop()
+        with self._entered() as trees:
+            for file, is_whole in zip(wanted, whole, strict=True):
+                if not is_whole:
+                    trees.lose(file)
+            if all(whole) and handle.node.parent is not None:
+                self._reads += sum(node.end > handle.known for node in handle.node.path())
+                trees.use(handle.own, handle.node)
 
     def _read(self, file: File, take: Take) -> bool:
         """Give a payload from the queue or from its file to `take`. False where it is damaged."""
         try:
             arrays = file.arrays  # before `size`: the writer sets them the other way round
             if arrays is None and file.size is not None:
-                arrays = self.store.read(file.id, file.size, Received)
+                arrays = self.store.read(file.id, file.size)
             if arrays is None or take(arrays):
                 return True
             why = "it is not what was written"
-        except FetchCancelled:
+        except (FetchCancelled, StoreBroken):
             return True
         except Damaged as damage:
             why = str(damage)
-        except StoreBroken:
-            return True
         except OSError as error:
             log.warning("a payload of %s cannot be read now: %s", self.store.folder, error)
             return True
         if file.nodes and file.size is not None:
             self.store.set_aside(file.id, why)
         return False
-
-    def _fetched(self, handle: Handle, pin: Pin, lost: Sequence[File]) -> None:
-        with self._entered() as trees:
-            pin.drop()
-            for file in lost:
-                trees.lose(file)
-            if not lost and handle.node in handle.own.ids:
-                self._reads += sum(node.end > handle.known for node in handle.node.path())
-                trees.use(handle.own, handle.node)
 
     def foreign(self, prompt: Tokens, salt: str | None) -> int:
         """Compare a prompt with the first spans of the paths of other models."""
@@ -223,7 +189,6 @@ class DiskTier(Tier):
     def offer(self, offers: Sequence[Offer]) -> list[Receipt]:
         with self._entered() as trees:
             refused = [offer.receipt for offer in offers if not self._keep(offer)]
-            trees.note_uses()
             refused, trees.returned = [*trees.returned, *refused], []
             return refused
 
@@ -231,48 +196,69 @@ class DiskTier(Tier):
         """Have the new part of a path written. False where there is no room for it."""
         own, end, known = self.trees.grow(offer)
         by_end = {node.end: node for node in end.path()}
-        seal = Sealer(offer)
+        path = PathDigest(offer)
         pin = Pin(own.tree, end)
         try:
             for payload in payloads(offer, known, self._group):
-                nodes = [by_end[span.end] for span in payload.spans if span.end in by_end]
-                if nodes and not self._keep_payload(own, nodes, payload, seal):
+                nodes = [by_end[stop] for stop in payload.ends if stop in by_end]
+                missing = self._missing(nodes, payload)
+                if missing is None:
+                    continue
+                if self.writer.paused or self.trees.waiting_bytes >= MOST_WAITING:
                     return False
-            if offer.path[-1].kind is not None:
+                arrays = sealed_payload(path, missing)
+                if not self._make_room(nbytes_of(arrays)):
+                    return False
+                self.trees.put(own, nodes, missing, arrays, offer)
+            if offer.path[-1].checkpoint is not None:
                 self.trees.put_checkpoint(own, end, offer.path[-1])
             return True
         finally:
             pin.drop()
-            self._prune(own, by_end)
+            bare = [node for node in by_end.values() if node.rows is None]
+            if bare and self.layout.has_rows:
+                self.trees.drop(bare[-1])  # there was no room for its rows
 
-    def _keep_payload(
-        self, own: DiskTree, nodes: list[Node], payload: OfferedPayload, seal: Sealer
-    ) -> bool:
-        first, last = nodes[0], nodes[-1]
-        if payload.what == "state" and last.checkpoint is not None:
-            return True
+    def _missing(self, nodes: Sequence[Node], payload: PathPayload) -> PathPayload | None:
+        """Return the part of a payload that these nodes do not have."""
+        if not nodes or (payload.what == "state" and nodes[-1].checkpoint is not None):
+            return None
         if payload.what == "window" and isinstance(payload.value, Rows):
+            first, last = nodes[0], nodes[-1]
             has = last.window.start if last.window is not None else last.end
             part = payload.value.part(first.start, last.end)
             if part is None or part.start >= has:
+                return None
+            return replace(payload, value=part, start=part.start)
+        return payload
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Make space for so many bytes by the time that they are written. Pinned nodes stay.
+        Payloads of other models go first, then those that memory's policy chooses."""
+        if self._lacking(nbytes) <= 0:
+            # File a few new nodes each time: to file all of them on a full disk would take seconds.
+            self._evictor.take_in(AT_ONCE)
+            return True
+        for stranger in self.trees.strangers():
+            name = stranger.about.get("name", stranger.digest)
+            log.info("the disk tier is full: what %s has in it goes", name)
+            self.trees.clear(stranger)
+            if self._lacking(nbytes) <= 0:
                 return True
-            payload = replace(payload, value=part)
-        if self.writer.is_full:
-            return False
-        arrays = seal.sealed(payload)
-        if not self._space.make(nbytes_of(arrays)):
-            return False
-        if payload.what == "state":
-            self.trees.put_checkpoint(own, last, payload.spans[-1])
-        self.trees.put(own, nodes, payload.what, arrays, payload.tokens, seal.receipt)
+        self.trees.read_all()
+        # An eviction may free less than it seems: two nodes may share a file.
+        while (lacking := self._lacking(nbytes)) > 0:
+            before = self._evictor.evictions
+            self._evictor.trim(self.trees.ledger.held.total - lacking)
+            if self._evictor.evictions == before:
+                return False
         return True
 
-    def _prune(self, own: DiskTree, by_end: dict[int, Node]) -> None:
-        """Remove the nodes for whose rows there was no room."""
-        if self.layout.has_rows:
-            bare = [node for _, node in sorted(by_end.items()) if node.rows is None]
-            if bare:
-                self.trees.drop(own, bare[0])
+    def _lacking(self, nbytes: int) -> int:
+        try:
+            return nbytes + MARGIN - self.store.unplanned_bytes()
+        except OSError:  # the folder is gone, or the store is broken: there is no space at all
+            return UNLIMITED
 
     def flush(self, deadline: float | None) -> bool:
         timeout = deadline - time.monotonic() if deadline is not None else None
@@ -280,9 +266,9 @@ class DiskTier(Tier):
 
     def forget(self, weights: Collection[str]) -> None:
         with self._entered() as trees:
-            ours = {*weights, *trees.weights}
+            ours = {*weights, *(base.weights for base in trees.bases)}
             trees.forget()
-            self._space.evictor.forget()
+            self._evictor.forget()
         self.writer.wait()
         self.store.clear(lambda info: info.about.get("weights") in ours)
 
@@ -294,6 +280,7 @@ class DiskTier(Tier):
 
     def close(self) -> None:
         self.writer.close()
+        self._fetches.shutdown()
         self._readers.shutdown()
         self.store.close()
 
@@ -306,7 +293,7 @@ class DiskTier(Tier):
         return TierStats(
             budget=self.store.limit,
             kinds={"files": nbytes},
-            evictions={"any": self._space.evictor.evictions},
+            evictions={"any": self._evictor.evictions},
             reads=self._reads,
             written=self.writer.written,
             unwritten=self.trees.waiting_bytes,
@@ -316,5 +303,5 @@ class DiskTier(Tier):
     def browse(self) -> Browsed:
         held = self.trees.ledger.held
         with self._changed:
-            version = (held.nodes, held.total)
-            return Browsed(self.trees.by_namespace(), self._changed, version, SECOND)
+            trees, version = self.trees.by_namespace(), (held.nodes, held.total)
+        return Browsed(trees, self._changed, version, SECOND)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import sqlite3
 import sys
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from .parts import File
-from .store import Store
 from .trees import DiskTrees
 
 log = logging.getLogger("rewarm")
@@ -40,29 +38,18 @@ class Writer:
     """Writes what is new in the trees. A failure is noted in the trees, and never raised."""
 
     def __init__(
-        self,
-        store: Store,
-        trees: DiskTrees,
-        changed: threading.Condition,
-        in_use: Callable[[], bool],
+        self, trees: DiskTrees, changed: threading.Condition, in_use: Callable[[], bool]
     ) -> None:
         """`changed` is the tier's lock, and tells of new work. `in_use` says whether there are
         requests: the writer takes time and memory bandwidth from them."""
         self.written = 0
         """Bytes since the start."""
-        self.failures = 0
-        """The number of times that the disk refused."""
         self.rests = 0
         """The number of rests."""
-        self.finished = 0
-        """The number of the last change that is on disk."""
-        self._store = store
+        self._store = trees.store
         self._trees = trees
         self._changed = changed
         self._in_use = in_use
-        self._waited_for = 0
-        """The number of threads that wait for it: it does not rest meanwhile."""
-        self._working = False
         self._stuck = False
         """True while the index refuses changes."""
         self._closed = False
@@ -71,30 +58,19 @@ class Writer:
         self._thread.start()
 
     @property
-    def is_full(self) -> bool:
-        """True where nothing more can be taken now: too much waits, or the disk refused."""
-        return self._trees.waiting_bytes >= MOST_WAITING or self.paused
-
-    @property
     def paused(self) -> bool:
         """True where the disk refused a moment ago."""
         return time.monotonic() < self._paused_until
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all that has changed before this call is on disk. False where the disk
-        refuses, or time is over."""
+        """Wait until all that has changed before this call is on disk, or is to be offered again.
+        False where the index refuses changes, or time is over."""
+        done = threading.Event()
         with self._changed:
-            last, failures = self._trees.changed, self.failures
-            self._waited_for += 1
+            self._trees.waiting.append(done)
             self._changed.notify_all()
-            try:
-                self._changed.wait_for(lambda: self._stuck or self._is_done(last), timeout)
-                return self._is_done(last) and self.failures == failures
-            finally:
-                self._waited_for -= 1
-
-    def _is_done(self, last: int) -> bool:
-        return self.finished >= last or not (self._working or self._trees.has_work)
+            self._changed.wait_for(lambda: self._stuck or done.is_set(), timeout)
+            return done.is_set()
 
     def close(self) -> None:
         """Write what waits, and end the thread."""
@@ -113,24 +89,20 @@ class Writer:
                 self._store.sweep()
         while self._wait_for_work(None):
             began = time.thread_time()
-            is_done = self._work()
-            self._working = False
+            # The index must get all changes: it differs from the trees until then.
+            self._stuck = not self._work()
             with self._changed:
                 self._changed.notify_all()
-                if not is_done:
-                    # The index must get these changes: it differs from the trees until then.
-                    self._stuck = True
-                    pause = PAUSE if not self._store.index.broken else None
-                    if self._changed.wait_for(lambda: self._closed, pause):
-                        return
-                    self._stuck = False
+                pause = self._paused_until - time.monotonic()
+                if self._stuck and self._changed.wait_for(lambda: self._closed, pause):
+                    return
+                self._stuck = False
             self._rest(REST * (time.thread_time() - began))
 
     def _wait_for_work(self, timeout: float | None) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._trees.has_work or self._closed, timeout)
-            self._working = self._trees.has_work
-            return self._working
+            return self._trees.has_work
 
     def _rest(self, seconds: float) -> None:
         with self._changed:
@@ -140,28 +112,31 @@ class Writer:
 
     def _is_urgent(self) -> bool:
         nearly_full = self._trees.waiting_bytes > NEARLY_FULL * MOST_WAITING
-        return self._closed or self._waited_for > 0 or nearly_full
+        is_waited_for = any(isinstance(job, threading.Event) for job in self._trees.waiting)
+        return self._closed or nearly_full or is_waited_for
 
     def _work(self) -> bool:
         """Write the next file, and tell the index. False where the index refused."""
         with self._changed:
-            file = self._trees.next_file()
-        if file is not None:
-            self._write(file)
+            job = self._trees.next_job()
+        if isinstance(job, File):
+            self._write(job)
         try:
             self._commit()
         except Exception as error:
             self._refused(error)
             return False
+        if isinstance(job, threading.Event):
+            job.set()
         return True
 
     def _write(self, file: File) -> None:
         try:
-            if self._store.room() < file.nbytes:
+            if self._store.free_bytes() < file.nbytes:
                 self._commit()  # removals make room
-            if self._store.room() < file.nbytes:
+            if self._store.free_bytes() < file.nbytes:
                 self._store.index.checkpoint()  # the index's log counts as well
-            if self._store.room() < file.nbytes:
+            if self._store.free_bytes() < file.nbytes:
                 raise OSError(errno.ENOSPC, f"no space for {file.nbytes:,} bytes")
             size = self._store.write(file.id, file.arrays or {}, file.nbytes)
         except Exception as error:
@@ -175,7 +150,7 @@ class Writer:
 
     def _commit(self) -> None:
         with self._changed:
-            changes, upto = self._trees.take_changes()
+            changes = self._trees.take_changes()
         try:
             if changes:
                 self._store.commit(changes)
@@ -183,13 +158,11 @@ class Writer:
             with self._changed:
                 self._trees.put_back(changes)
             raise
-        self.finished = max(self.finished, upto)
 
     def _refused(self, error: Exception) -> None:
-        self.failures += 1
         if not isinstance(error, (OSError, sqlite3.Error)):
             log.error("writing to the disk tier failed", exc_info=error)
         elif not self.paused:
             log.warning("the disk tier writes nothing for %d s: %s", PAUSE, error)
-        pause = PAUSE if not self._store.index.broken else math.inf
+        pause = PAUSE if not self._store.index.broken else threading.TIMEOUT_MAX
         self._paused_until = time.monotonic() + pause

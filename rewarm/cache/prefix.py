@@ -19,8 +19,9 @@ from .find import Query, ResumePoint, find
 from .model import TokenIds, checked_tokens
 from .pins import Lease
 from .tiers.base import Found
-from .tiers.fetch import Fetch, Promotion, Worth
+from .tiers.fetch import Fetch, Worth
 from .tiers.lower import SILENCE
+from .tiers.promote import Promotion
 from .tree import Node, Tree, encode
 from .views.miss import Missed, known_below, match_with, why
 from .views.stats import Stats

@@ -14,7 +14,7 @@ import pytest
 
 from rewarm.cache import PrefixCache
 from rewarm.cache.tiers.fetch import Fetch
-from rewarm.engine import Core, EngineParts, Request
+from rewarm.engine import Core, EngineParts, Request, runner
 from rewarm.engine.messages import (
     Cancel,
     Fetched,
@@ -106,6 +106,9 @@ class Program:
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Fetch, "on_done", lambda fetch, call: self.held.append((fetch, call)))
+            # Only `be_late` says that a fetch is late, and no clock.
+            patch.setattr(runner, "LEAST_TIMED", 1 << 30)
+            self.core._loop.runner.pace = 60.0
             for _ in range(steps):
                 self.random.choice(acts)()
             while self.core.wait(0) or self.core.has_requests:

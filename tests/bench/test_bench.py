@@ -283,7 +283,10 @@ def test_prefix_measures_what_the_context_has_room_for(
         "index --rounds 2 --tokens 500",
         "disk --model random:hybrid-tiny --rounds 1 --tokens 1000 --nodes 40",
         "hit --rounds 1 --arch hybrid-tiny --length 200",
-        "prefill --rounds 1 --archs hybrid-tiny --lengths 48 --product 32",
+        pytest.param(
+            "prefill --rounds 1 --archs hybrid-tiny --lengths 48 --product 32",
+            marks=pytest.mark.integration,  # with a compiler
+        ),
         "recurrences --rounds 1 --archs hybrid-tiny --tokens 16",
     ],
 )

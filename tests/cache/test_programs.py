@@ -73,7 +73,7 @@ def model_of(name: str) -> Any:
 class Programs(RuleBasedStateMachine):
     name: ClassVar[str]
     reuse: ClassVar[Any]
-    examples = 6
+    examples = 4
     hits: ClassVar[int]
     expected: ClassVar[dict[tuple[bytes, tuple[int, ...]], Logits]]
 
@@ -198,7 +198,7 @@ class ProgramsOnDisk(Programs):
     """Random programs with a disk tier and restarts."""
 
     from_disk: ClassVar[int]
-    examples = 4
+    examples = 3
 
     def make_cache(self, **options: Any) -> PrefixCache:
         if not hasattr(self, "folder"):

@@ -123,7 +123,7 @@ class ProgramsOverATier(Programs):
     """Random programs with a tier that has one vice after another, and caches that get closed."""
 
     from_tier: ClassVar[int]
-    examples = 3
+    examples = 2
 
     def make_cache(self, **options: Any) -> PrefixCache:
         if not hasattr(self, "tier"):

@@ -361,7 +361,7 @@ def test_a_second_ctrl_c_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     engine.stop()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *[signal.SIGINT] * SOAK])
 def test_a_signal_ends_streams_properly_and_exits_with_0(number: signal.Signals) -> None:
     process = subprocess.Popen(
         # Import rewarm first: it puts a fast BLAS under mlx.

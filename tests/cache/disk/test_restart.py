@@ -171,7 +171,7 @@ def run_and_kill(folder: Path, seed: int) -> Left:
 def test_a_kill_loses_nothing_flushed_and_serves_nothing_wrong(tmp_path: Path) -> None:
     model = zoo.tiny("qwen3_5")
     flushed = hits = 0
-    for seed in range(2000 if SOAK else 20):
+    for seed in range(2000 if SOAK else 12):
         left = run_and_kill(tmp_path, seed)
         kept = cache_on(tmp_path, model, disk_size=LIMIT)
         found = disk_of(kept).store.verify()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,14 @@ def test_the_types_are_shipped(builder: type[WheelBuilder] | type[SdistBuilder])
     """Type checkers read a package's annotations only where it has this file (PEP 561)."""
     shipped = {file.distribution_path for file in builder(str(ROOT)).recurse_included_files()}
     assert "rewarm/py.typed" in shipped
+
+
+def test_the_tests_that_the_docs_name_are_there() -> None:
+    written = "".join(path.read_text() for path in ROOT.glob("tests/**/*.py"))
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    files = re.findall(r"`((?:\w+/)*test_\w+\.py)`", page)
+    functions = re.findall(r"`(test_\w+)`", page)
+    assert len(files) > 50
+    assert functions
+    assert [file for file in files if not (ROOT / "tests" / file).exists()] == []
+    assert [name for name in functions if f"def {name}(" not in written] == []

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import cast
 
 import uvicorn
 
@@ -17,6 +18,7 @@ from rewarm.errors import InvalidOption, NotReady
 from rewarm.options import ServerOptions
 
 from .app import create_app
+from .connections import Connections
 
 AFTER_GRACE = 5.0
 """Seconds that connections have to close once the engine has ended every answer."""
@@ -27,8 +29,10 @@ class Server(uvicorn.Server):
     signal."""
 
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
+        self.connections = Connections(options)
         config = uvicorn.Config(
             create_app(engine, options),
+            http=cast(type[asyncio.Protocol], self.connections.protocol),
             host=options.host,
             port=options.port,
             log_config=None,
@@ -40,6 +44,10 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.engine = engine
         self.options = options
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._watching = asyncio.create_task(self.connections.watch())
 
     def listens(self) -> bool:
         """Wait until connections are accepted; false where that failed."""
@@ -66,6 +74,7 @@ class Server(uvicorn.Server):
         deadline = time.monotonic() + self.options.grace + AFTER_GRACE
         while stopping.is_alive() and time.monotonic() < deadline and not self.force_exit:
             await asyncio.sleep(0.02)
+        self._watching.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop, and at once on a second Ctrl-C. uvicorn would note the signal and raise it again

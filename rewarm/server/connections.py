@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -20,43 +19,24 @@ CHECKED_EVERY = 0.5
 """Seconds between two looks at all connections."""
 
 
-@dataclass(eq=False)
-class Connections:
-    """All connections of one server. It belongs to the event loop."""
-
-    limits: ServerOptions
-    open: set[LimitedProtocol] = field(default_factory=set)
-
-    def protocol(self, **options: Any) -> LimitedProtocol:
-        """Make the protocol of a new connection. uvicorn calls it."""
-        return LimitedProtocol(self, **options)
-
-    async def watch(self) -> None:
-        """Close the connections that are over a limit of time, until this is cancelled."""
-        while True:
-            await asyncio.sleep(CHECKED_EVERY)
-            now = time.monotonic()
-            for connection in list(self.open):
-                connection.check(now)
-
-    def make_place(self, newcomer: LimitedProtocol) -> bool:
-        """Let one more connection in. Where there are too many, the one that has waited longest
-        for a request goes. False where all of them have a request."""
-        if len(self.open) >= self.limits.max_connections:
-            waiting = [each for each in self.open if each.is_waiting]
-            if not waiting:
-                return False
-            min(waiting, key=lambda each: each.since).transport.abort()
-        self.open.add(newcomer)
-        return True
+async def watch(connections: set[LimitedProtocol]) -> None:
+    """Close the connections that are over a limit of time, until this is cancelled."""
+    while True:
+        await asyncio.sleep(CHECKED_EVERY)
+        now = time.monotonic()
+        for connection in list(connections):
+            connection.check(now)
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A connection with limits."""
+    """A connection with limits. It belongs to the event loop."""
 
-    def __init__(self, all: Connections, **options: Any) -> None:
+    connections: set[LimitedProtocol]  # type: ignore[assignment]
+    """All connections of the server."""
+
+    def __init__(self, limits: ServerOptions, **options: Any) -> None:
         super().__init__(**options)
-        self.all = all
+        self.limits = limits
         self.since = time.monotonic()
         """The time at which the head began, or the body made its last progress."""
         self._head = 0
@@ -76,13 +56,16 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.cycle.more_body and not answers and not self.flow.read_paused
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin. Where there are too many connections, the one that has waited longest for a
+        request goes; where all others have a request, this one does."""
         super().connection_made(transport)
-        if not self.all.make_place(self):
-            self.refuse(HTTPStatus.SERVICE_UNAVAILABLE, "there are too many connections")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.all.open.discard(self)
-        super().connection_lost(exc)
+        if len(self.connections) > self.limits.max_connections:
+            waiting = [each for each in self.connections - {self} if each.is_waiting]
+            if waiting:
+                min(waiting, key=lambda each: each.since).transport.abort()
+            else:
+                self.connections.discard(self)
+                self.refuse(HTTPStatus.SERVICE_UNAVAILABLE, "there are too many connections")
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -91,13 +74,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self.since = time.monotonic()
         self._head += len(data)
         super().data_received(data)
-        if self._head > self.all.limits.max_head:
+        if self._head > self.limits.max_head:
             self._refuse_head()
 
     def on_headers_complete(self) -> None:
         head = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         self._head = 0
-        if head > self.all.limits.max_head:
+        if head > self.limits.max_head:
             self._refuse_head()
         else:
             super().on_headers_complete()
@@ -123,8 +106,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def check(self, now: float) -> None:
         """Close the connection if it is over a limit of time."""
-        limits, unread = self.all.limits, self._unread_since
-        took = now - self.since
+        limits, unread, took = self.limits, self._unread_since, now - self.since
         if self.transport.is_closing():
             if took > limits.idle_timeout:
                 self.transport.abort()
@@ -132,8 +114,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
         elif self.is_waiting:
             # After an answer, uvicorn's own timer closes a connection that sends nothing more.
-            if (self._head or self.cycle is None) and took > limits.head_timeout:
-                self._end_head()
+            if self._head and took > limits.head_timeout:
+                self.refuse(HTTPStatus.REQUEST_TIMEOUT, "the head of the request did not come")
+            elif self.cycle is None and took > limits.head_timeout:
+                self.transport.close()
         elif self._reads_body and took > limits.idle_timeout:
             self.refuse(HTTPStatus.REQUEST_TIMEOUT, "the body of the request did not come")
 
@@ -151,14 +135,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write("\r\n".join((*lines, "", body)).encode())
         self.transport.close()
 
-    def _end_head(self) -> None:
-        if self._head:
-            self.refuse(HTTPStatus.REQUEST_TIMEOUT, "the head of the request did not come")
-        else:
-            self.transport.close()
-
     def _refuse_head(self) -> None:
-        limit = self.all.limits.max_head
+        limit = self.limits.max_head
         self.refuse(
             HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
             f"the request line and headers have more than {limit:,} bytes",

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import cast
 
@@ -18,7 +19,7 @@ from rewarm.errors import InvalidOption, NotReady
 from rewarm.options import ServerOptions
 
 from .app import create_app
-from .connections import Connections
+from .connections import LimitedProtocol, watch
 
 AFTER_GRACE = 5.0
 """Seconds that connections have to close once the engine has ended every answer."""
@@ -29,10 +30,9 @@ class Server(uvicorn.Server):
     signal."""
 
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
-        self.connections = Connections(options)
         config = uvicorn.Config(
             create_app(engine, options),
-            http=cast(type[asyncio.Protocol], self.connections.protocol),
+            http=cast(type[asyncio.Protocol], partial(LimitedProtocol, options)),
             host=options.host,
             port=options.port,
             log_config=None,
@@ -47,7 +47,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._watching = asyncio.create_task(self.connections.watch())
+        connections = cast(set[LimitedProtocol], self.server_state.connections)
+        self._watching = asyncio.create_task(watch(connections))
 
     def listens(self) -> bool:
         """Wait until connections are accepted; false where that failed."""
@@ -94,14 +95,14 @@ def serve(engine: Engine, options: ServerOptions, on_ready: Callable[[str], None
     server = Server(engine, options)
     listener = _listener(options)
 
-    def watch() -> None:
+    def wait_until_ready() -> None:
         if engine.wait() != "ready":
             server.should_exit = True
         elif server.listens():
             on_ready(server.url)
 
     engine.start()
-    threading.Thread(target=watch, name="rewarm-watch", daemon=True).start()
+    threading.Thread(target=wait_until_ready, name="rewarm-watch", daemon=True).start()
     server.run(sockets=[listener])
     if engine.failed_to_load:
         engine.stop()  # uvicorn may have ended without a call of `shutdown`

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rewarm.options import ServerOptions
-from rewarm.server.connections import Connections
+from rewarm.server.connections import LimitedProtocol, watch
 from tests.server.servers import Running, running
 
 QUICK = ServerOptions(max_connections=8, max_head=2000, head_timeout=0.5, idle_timeout=0.5)
@@ -43,8 +44,6 @@ async def endless(request: Request) -> Response:
 
 @contextmanager
 def listening(limits: ServerOptions = QUICK) -> Iterator[tuple[int, Any]]:
-    connections = Connections(limits)
-
     @contextmanager
     def closing(server: uvicorn.Server) -> Iterator[None]:
         try:
@@ -57,12 +56,14 @@ def listening(limits: ServerOptions = QUICK) -> Iterator[tuple[int, Any]]:
 
     app = Starlette(routes=[Route("/", echo, methods=["POST", "GET"]), Route("/endless", endless)])
     app.state.ended = threading.Event()
-    config = uvicorn.Config(watched, http=connections.protocol, lifespan="off", log_config=None)  # type: ignore[arg-type]
+    protocol: Any = partial(LimitedProtocol, limits)
+    config = uvicorn.Config(watched, http=protocol, lifespan="off", log_config=None)
     server = uvicorn.Server(config)
+    connections: Any = server.server_state.connections
     listener = socket.create_server(("127.0.0.1", 0))
 
     async def serve() -> None:
-        watcher = asyncio.create_task(connections.watch())
+        watcher = asyncio.create_task(watch(connections))
         try:
             await server.serve([listener])
         finally:
@@ -73,7 +74,7 @@ def listening(limits: ServerOptions = QUICK) -> Iterator[tuple[int, Any]]:
     with closing(server):
         yield listener.getsockname()[1], app
     thread.join(20)
-    assert not connections.open
+    assert not connections
 
 
 def connected(port: int, receives: int | None = None) -> socket.socket:

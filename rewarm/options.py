@@ -124,16 +124,6 @@ class ServerOptions:
     warm_ahead: bool = option(True, "Prepare the next turn while nothing else is to do.")
     max_body: int = 32 << 20
     """The largest body of a request, in bytes."""
-    max_bodies: int = 256 << 20
-    """Bytes of all bodies together that have not come to their end."""
-    max_head: int = 16 << 10
-    """The longest request line and headers, in bytes."""
-    max_connections: int = 512
-    head_timeout: float = 10.0
-    """Seconds in which the request line and the headers must come."""
-    idle_timeout: float = 60.0
-    """Seconds without progress after which a body is not waited for any longer, nor a client that
-    does not read its answer."""
     max_answer: int = 8192
     """The longest answer in tokens, unless the request sets another limit."""
     keep_alive: float = 5.0

@@ -67,35 +67,19 @@ def _check_host(host: str) -> None:
         raise ApiError(403, f"the host {name[:80]!r} is not this machine's own name: {advice}")
 
 
-class Bodies:
-    """The bodies that are being read. It belongs to the event loop."""
-
-    def __init__(self, options: ServerOptions) -> None:
-        self._options = options
-        self._unfinished = 0
-        """Bytes of the bodies that have not come to their end."""
-
-    async def read(self, request: Request) -> bytes:
-        """Read the body of a request. Refuse one of more bytes than are allowed, announced or
-        counted, and one for which there is no memory beside others that are being read."""
-        length = request.headers.get("content-length", "")
-        size = int(length) if re.fullmatch("[0-9]{1,15}", length) else 0
-        limit, read, body = self._options.max_body, 0, bytearray()
-        try:
-            async for part in request.stream():
-                read += len(part)
-                size = max(size, read)
-                if size <= limit:
-                    body += part
-                    self._unfinished += len(part)
-                elif read > DRAINED * limit:
-                    break
-                if self._unfinished > self._options.max_bodies:
-                    retry = {"Retry-After": "5"}
-                    raise ApiError(503, "too many bodies are being sent: try again", headers=retry)
-        finally:
-            self._unfinished -= len(body)
-        if size > limit:
-            message = f"the body has {size:,} bytes or more; this server takes {limit:,}"
-            raise ApiError(413, message, code="request_too_large")
-        return bytes(body)
+async def body_of(request: Request, limit: int) -> bytes:
+    """Read the body of a request. Refuse one of more than so many bytes, announced or counted."""
+    length = request.headers.get("content-length", "")
+    size = int(length) if re.fullmatch("[0-9]{1,15}", length) else 0
+    read, parts = 0, []
+    async for part in request.stream():
+        read += len(part)
+        size = max(size, read)
+        if size <= limit:
+            parts.append(part)
+        elif read > DRAINED * limit:
+            break
+    if size > limit:
+        message = f"the body has {size:,} bytes or more; this server takes {limit:,}"
+        raise ApiError(413, message, code="request_too_large")
+    return b"".join(parts)

@@ -24,7 +24,7 @@ from rewarm.values import Miss
 from .admin.activity import Activity
 from .admin.metrics import Metrics
 from .admin.tree_view import TreeView
-from .auth import Bodies
+from .auth import body_of
 from .errors import ApiError
 from .exchange import Exchange, Work
 from .fields import ParsedRequest
@@ -44,7 +44,6 @@ class Backend:
         self.options = options
         self.metrics = Metrics(engine, options.model_name, generating)
         self.activity = Activity()
-        self.bodies = Bodies(options)
         self.generator = Generator(engine, options, self.metrics.between.observe)
         self.advisor = Advisor(self.generator)
         self._pool = ThreadPoolExecutor(THREADS, "rewarm-prompt")
@@ -73,7 +72,7 @@ class Backend:
         if kind != "application/json":
             wanted = "send JSON, with `Content-Type: application/json`"
             raise ApiError(415, f"the content type is {kind[:80]!r}: {wanted}")
-        body = await self.bodies.read(request)
+        body = await body_of(request, self.options.max_body)
         request.state.exchange.size = len(body)
         return await self.off_loop(request, parse, body, self.options)
 

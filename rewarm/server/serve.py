@@ -8,9 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
-from typing import cast
 
 import uvicorn
 
@@ -19,7 +17,6 @@ from rewarm.errors import InvalidOption, NotReady
 from rewarm.options import ServerOptions
 
 from .app import create_app
-from .connections import LimitedProtocol, watch
 
 AFTER_GRACE = 5.0
 """Seconds that connections have to close once the engine has ended every answer."""
@@ -32,7 +29,6 @@ class Server(uvicorn.Server):
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         config = uvicorn.Config(
             create_app(engine, options),
-            http=cast(type[asyncio.Protocol], partial(LimitedProtocol, options)),
             host=options.host,
             port=options.port,
             log_config=None,
@@ -44,11 +40,6 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.engine = engine
         self.options = options
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        connections = cast(set[LimitedProtocol], self.server_state.connections)
-        self._watching = asyncio.create_task(watch(connections))
 
     def listens(self) -> bool:
         """Wait until connections are accepted; false where that failed."""
@@ -75,7 +66,6 @@ class Server(uvicorn.Server):
         deadline = time.monotonic() + self.options.grace + AFTER_GRACE
         while stopping.is_alive() and time.monotonic() < deadline and not self.force_exit:
             await asyncio.sleep(0.02)
-        self._watching.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop, and at once on a second Ctrl-C. uvicorn would note the signal and raise it again
@@ -95,14 +85,14 @@ def serve(engine: Engine, options: ServerOptions, on_ready: Callable[[str], None
     server = Server(engine, options)
     listener = _listener(options)
 
-    def wait_until_ready() -> None:
+    def watch() -> None:
         if engine.wait() != "ready":
             server.should_exit = True
         elif server.listens():
             on_ready(server.url)
 
     engine.start()
-    threading.Thread(target=wait_until_ready, name="rewarm-watch", daemon=True).start()
+    threading.Thread(target=watch, name="rewarm-watch", daemon=True).start()
     server.run(sockets=[listener])
     if engine.failed_to_load:
         engine.stop()  # uvicorn may have ended without a call of `shutdown`

@@ -35,7 +35,7 @@ lint: .venv/ready
 .venv/ready: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 15) or sys.exit(f"Rewarm needs Python 3.11 to 3.14; {sys.executable} is {v.major}.{v.minor}. Name another one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --require-hashes \
 		 -r requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@

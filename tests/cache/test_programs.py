@@ -73,7 +73,7 @@ def model_of(name: str) -> Any:
 class Programs(RuleBasedStateMachine):
     name: ClassVar[str]
     reuse: ClassVar[Any]
-    examples = 4
+    examples = 3
     hits: ClassVar[int]
     expected: ClassVar[dict[tuple[bytes, tuple[int, ...]], Logits]]
 

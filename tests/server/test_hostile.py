@@ -22,7 +22,7 @@ from tests.engine.inside import is_idle
 from tests.server.servers import Running, running
 from tests.sets import SOAK
 
-CLIENTS, SECONDS = (64, 120.0) if SOAK else (16, 4.0)
+CLIENTS, SECONDS = (64, 120.0) if SOAK else (16, 3.0)
 CANCELS = 500 if SOAK else 60
 SYSTEMS = ["You keep the harbour. " * 12, "You mend the nets. " * 9, ""]
 
